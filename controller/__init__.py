@@ -1,0 +1,1 @@
+"""DECISION (`policy/`, pure) and DOORS (HTTP, CLI, benchmarks); never touches torch."""

@@ -1,0 +1,1 @@
+"""The HTTP door: OpenAI-compatible inference, health, metrics and telemetry."""

@@ -1,0 +1,1 @@
+"""Benchmarks against a server over HTTP."""

@@ -1,0 +1,1 @@
+"""The command line. Importing it must not import torch."""

@@ -1,0 +1,1 @@
+"""The imperative shell: the loop's thread, streams, feedback and wiring."""

@@ -1,0 +1,79 @@
+"""The seam of the cost model: two verbs, `predict` and `observe`, and the numbers that operators see.
+
+Owns protocols and frozen records. Must not hold a learner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from costmodel.features import FloatArray, Regime, StepFeatures
+
+
+class LatencyEstimate(NamedTuple):
+    """Seconds for n candidate steps: the mean, and an upper bound that holds with the model's target coverage.
+
+    Both have shape (n,), are finite, positive, and never fall when any kind of work grows; `upper_s >= mean_s`.
+    """
+
+    mean_s: FloatArray
+    upper_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class MarginalCosts:
+    """What one more unit of work costs, in seconds, and where throughput flattens.
+
+    `knee_tokens` is the prefill budget beyond which tokens per second grow little (work has reached 90 % of the asymptotic
+    rate). `floor_s` is the cost of an almost empty step.
+    """
+
+    prefill_token_s: float
+    decode_request_s: float
+    decode_context_token_s: float
+    floor_s: float
+    knee_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeQuality:
+    """How well the model did lately in one regime: over the last steps (at most 500), shares in [0, 1]."""
+
+    regime: Regime
+    num_observed: int
+    mape: float
+    coverage: float
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQuality:
+    """Quality per regime and over all, plus counted updates and rejected samples by reason."""
+
+    version: int
+    num_observed: int
+    mape: float
+    coverage: float
+    regimes: tuple[RegimeQuality, ...]
+    num_rejected: dict[str, int]
+
+
+class CostModel(Protocol):
+    """Predicts step latency and learns from every step. Single writer: call both verbs from the loop's thread."""
+
+    def predict(self, features: FloatArray) -> LatencyEstimate:
+        """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES), all finite and not negative."""
+        ...
+
+    def observe(self, features: StepFeatures, latency_s: float) -> bool:
+        """Learn from one executed step; False if the sample was refused (not finite, not positive, no work)."""
+        ...
+
+    def marginals(self) -> MarginalCosts:
+        """Return marginal costs under the current coefficients."""
+        ...
+
+    def quality(self) -> ModelQuality:
+        """Return error and coverage over the recent past, and the model's version."""
+        ...

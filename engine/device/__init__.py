@@ -1,0 +1,1 @@
+"""Every line that touches torch."""

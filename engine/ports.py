@@ -1,0 +1,107 @@
+"""The holes the loop calls through: `Planner` decides, `ModelRunner` executes, `StepListener` watches.
+
+Owns protocols and the frozen view a planner sees. Must not hold an implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.request import Request, RequestPhase
+from engine.step import Admission, SampledToken, StepPlan, StepReport
+
+
+class RequestView(Protocol):
+    """What a planner may read of a request (a live `Request`, seen read-only)."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def promise(self) -> object | None: ...
+    @property
+    def phase(self) -> RequestPhase: ...
+    @property
+    def arrived_at(self) -> float: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_known_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_remaining_tokens(self) -> int: ...
+    @property
+    def is_decoding(self) -> bool: ...
+    @property
+    def block_table(self) -> Sequence[int]: ...
+    @property
+    def admission(self) -> Admission | None: ...
+    @property
+    def admitted_at(self) -> float | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def last_token_at(self) -> float | None: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """The engine as a planner sees it at the start of a step; the collections are live and must not be changed.
+
+    `waiting` is in arrival order, `running` in order of admission, `preempted` in order of preemption. Free blocks exclude
+    those that running requests hold.
+    """
+
+    now: float
+    step_no: int
+    waiting: Collection[RequestView]
+    running: Collection[RequestView]
+    preempted: Collection[RequestView]
+    num_free_blocks: int
+    num_total_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting_requests: int
+    is_draining: bool = False
+
+
+class Planner(Protocol):
+    """Chooses the next step. Planning changes nothing: the same view gives the same plan."""
+
+    def plan(self, view: EngineView) -> StepPlan:
+        """Return the next step; empty work means that nothing can or need be computed now."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """Executes a plan on a device (or pretends to, in the simulator)."""
+
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
+        """Compute the plan's work in ONE forward pass and sample where a request's known tokens are complete.
+
+        `requests` maps every id in `plan.work` to its request, whose block table already covers the work. Must not change a
+        request. Raises on broken hardware or a poisoned batch; nothing is committed then.
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop per-request state (random generator, penalties); unknown ids are ignored."""
+        ...
+
+
+class StepListener(Protocol):
+    """Hears of every step after commit, on the loop's thread: must be quick and must not block."""
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Receive a report; `requests` holds every request that the report names, finished ones included."""
+        ...

@@ -1,0 +1,1 @@
+"""MEMORY: the only place that speaks SQL; never blocks a step."""
