@@ -7,7 +7,7 @@ admission reasons travel through the engine unread.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class WorkKind(enum.StrEnum):
@@ -118,12 +118,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a runner sampled for one request; log-probabilities only where the request asked for them."""
+    """What a runner sampled for one request; log-probabilities only where the request asked for them.
+
+    `failure` says in one line why no token could be sampled (logits that are not finite, say); `token_id` means nothing then.
+    """
 
     request_id: str
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +167,3 @@ class StepReport:
     tokens: tuple[EmittedToken, ...] = ()
     finished: tuple[str, ...] = ()
     failure: str | None = None
-    preempted: tuple[str, ...] = field(default=())

@@ -1,0 +1,326 @@
+"""`EngineLoop.step()`: take arrivals, plan, execute, commit, report.
+
+Owns every change of a request and of the block pool. Must not know an SLO, wait for an observer, or touch a tensor.
+`submit` and `finish` may be called from any thread; everything else runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from engine.blocks import BlockPool
+from engine.clock import Clock
+from engine.config import EngineConfig
+from engine.ports import EngineView, ModelRunner, Planner, StepListener
+from engine.request import FinishReason, Request, RequestPhase
+from engine.step import (
+    AdmissionAction,
+    EmittedToken,
+    SampledToken,
+    StepPlan,
+    StepReport,
+)
+
+
+class PlanError(RuntimeError):
+    """A planner's bug: the plan contradicts the state that it was made from."""
+
+
+class EngineLoop:
+    """Drives one runner by one planner. Call `step()` repeatedly; it returns None when there is nothing to do."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        runner: ModelRunner,
+        pool: BlockPool,
+        config: EngineConfig,
+        clock: Clock,
+        listeners: Sequence[StepListener] = (),
+    ) -> None:
+        self._planner = planner
+        self._runner = runner
+        self._pool = pool
+        self._config = config
+        self._clock = clock
+        self._listeners = tuple(listeners)
+        self._arrivals: deque[Request] = deque()
+        self._endings: deque[tuple[str, FinishReason]] = deque()
+        self._requests: dict[str, Request] = {}
+        # One ordered dict per phase: membership and removal cost O(1) however long the queue is.
+        self._by_phase: dict[RequestPhase, dict[str, Request]] = {
+            phase: {} for phase in RequestPhase if phase is not RequestPhase.FINISHED
+        }
+        self._ended: dict[str, Request] = {}
+        self._step_no = 0
+        self._previous_end_at: float | None = None
+        self._is_draining = False
+
+    @property
+    def step_no(self) -> int:
+        """Number of the last reported step, 0 before the first."""
+        return self._step_no
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, arrivals included."""
+        return len(self._requests) + len(self._arrivals)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `step()` may find something to do."""
+        return bool(self._requests or self._arrivals or self._endings)
+
+    def submit(self, request: Request) -> None:
+        """Hand in a new request (any thread); it is taken at the start of the next step."""
+        self._arrivals.append(request)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """Ask for a request's end (any thread); unknown and ended ids are ignored."""
+        self._endings.append((request_id, reason))
+
+    def drain(self) -> None:
+        """Tell the planner to refuse new requests from now on."""
+        self._is_draining = True
+
+    def step(self) -> StepReport | None:
+        """Run one pass. Returns None when nothing changed. PlanError and planner errors are fatal for the caller."""
+        if not self.has_work:
+            self._previous_end_at = None
+            return None
+        # A busy loop's steps tile time without a hole: what observers cost belongs to the gap that streams see.
+        now = self._clock.now()
+        started_at = now if self._previous_end_at is None else self._previous_end_at
+        self._take_arrivals()
+        self._apply_endings(now)
+        plan = self._planner.plan(self._view(now)) if self._requests else StepPlan()
+        planned_at = self._clock.now()
+        self._apply_preemptions(plan)
+        self._apply_admissions(plan, planned_at)
+        sampled, failure = self._execute(plan, planned_at)
+        executed_at = self._clock.now()
+        tokens = self._commit(plan, sampled, failure, executed_at)
+        return self._report(
+            plan, tokens, failure, started_at, planned_at - now, executed_at - planned_at
+        )
+
+    def abort(self, failure: str) -> tuple[Request, ...]:
+        """End every request with ERROR after a fatal error, arrivals included, and return them."""
+        self._take_arrivals()
+        now = self._clock.now()
+        for request in list(self._requests.values()):
+            self._finish(request, FinishReason.ERROR, now, failure)
+        ended = tuple(self._ended.values())
+        self._ended = {}
+        return ended
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals:
+            request = self._arrivals.popleft()
+            self._requests[request.request_id] = request
+            self._by_phase[RequestPhase.WAITING][request.request_id] = request
+
+    def _apply_endings(self, now: float) -> None:
+        while self._endings:
+            request_id, reason = self._endings.popleft()
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, reason, now)
+
+    def _view(self, now: float) -> EngineView:
+        return EngineView(
+            now=now,
+            step_no=self._step_no + 1,
+            waiting=self._by_phase[RequestPhase.WAITING].values(),
+            running=self._by_phase[RequestPhase.RUNNING].values(),
+            preempted=self._by_phase[RequestPhase.PREEMPTED].values(),
+            num_free_blocks=self._pool.num_free,
+            num_total_blocks=self._pool.num_total,
+            block_size=self._pool.block_size,
+            max_model_len=self._config.max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_waiting_requests=self._config.max_waiting_requests,
+            is_draining=self._is_draining,
+        )
+
+    def _apply_preemptions(self, plan: StepPlan) -> None:
+        for request_id in plan.preemptions:
+            request = self._known(request_id)
+            self._move(request, RequestPhase.PREEMPTED)
+            self._release_blocks(request)
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+
+    def _apply_admissions(self, plan: StepPlan, now: float) -> None:
+        for admission in plan.admissions:
+            request = self._known(admission.request_id)
+            request.admission = admission
+            if admission.action is AdmissionAction.REJECT:
+                self._finish(request, FinishReason.REJECTED, now)
+            elif admission.action is AdmissionAction.ADMIT and request.admitted_at is None:
+                request.admitted_at = now
+
+    def _execute(self, plan: StepPlan, now: float) -> tuple[Sequence[SampledToken], str | None]:
+        if not plan.work:
+            return (), None
+        num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
+        if num_tokens > self._config.max_num_batched_tokens:
+            raise PlanError(
+                f"{num_tokens} tokens planned, at most {self._config.max_num_batched_tokens}"
+            )
+        batch = {work.request_id: self._known(work.request_id) for work in plan.work}
+        if len(batch) != len(plan.work):
+            raise PlanError("a request appears twice in a plan")
+        for work in plan.work:
+            request = batch[work.request_id]
+            if not (
+                0 < work.num_tokens <= request.num_remaining_tokens
+                and work.num_computed_tokens == request.num_computed_tokens
+            ):
+                raise PlanError(
+                    f"{work} contradicts {request.num_computed_tokens} computed of"
+                    f" {request.num_known_tokens} tokens"
+                )
+            if request.phase is not RequestPhase.RUNNING:
+                self._start(request, now)
+            missing = self._pool.num_missing(work.num_context_tokens, request.block_table)
+            request.block_table.extend(self._pool.allocate(missing))
+        if len(self._by_phase[RequestPhase.RUNNING]) > self._config.max_num_seqs:
+            raise PlanError(f"more than {self._config.max_num_seqs} running requests planned")
+        try:
+            return self._runner.execute(plan, batch), None
+        except Exception as error:  # noqa: BLE001 - a broken batch must not end the loop
+            return (), f"{type(error).__name__}: {error}"
+
+    def _start(self, request: Request, now: float) -> None:
+        if request.admitted_at is None:
+            raise PlanError(f"{request.request_id} was given work without an admission")
+        if request.first_scheduled_at is None:
+            request.first_scheduled_at = now
+        self._move(request, RequestPhase.RUNNING)
+
+    def _commit(
+        self, plan: StepPlan, sampled: Sequence[SampledToken], failure: str | None, at: float
+    ) -> tuple[EmittedToken, ...]:
+        if failure is not None:
+            # Nothing of a failed step is kept: its requests end, everybody else goes on.
+            for work in plan.work:
+                self._finish(self._requests[work.request_id], FinishReason.ERROR, at, failure)
+            return ()
+        for work in plan.work:
+            self._requests[work.request_id].num_computed_tokens += work.num_tokens
+        return tuple(token for result in sampled if (token := self._emit(result, at)) is not None)
+
+    def _emit(self, result: SampledToken, at: float) -> EmittedToken | None:
+        request = self._requests[result.request_id]
+        if result.failure is not None:
+            self._finish(request, FinishReason.ERROR, at, result.failure)
+            return None
+        index = request.num_output_tokens
+        request.output_token_ids.append(result.token_id)
+        if request.first_token_at is None:
+            request.first_token_at = at
+        request.last_token_at = at
+        reason = self._finish_reason(request, result.token_id)
+        if reason is not None:
+            self._finish(request, reason, at)
+        return EmittedToken(
+            request_id=result.request_id,
+            token_id=result.token_id,
+            index=index,
+            at=at,
+            logprob=result.logprob,
+            top_logprobs=result.top_logprobs,
+        )
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        num_output = request.num_output_tokens
+        if token_id in request.sampling.stop_token_ids and num_output > request.sampling.min_tokens:
+            return FinishReason.STOP
+        # The next step would need the KV of every known token; what the pool or the context cannot hold ends here.
+        limit = min(self._config.max_model_len, self._pool.num_total * self._pool.block_size)
+        if num_output >= request.max_tokens or request.num_known_tokens >= limit:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(
+        self, request: Request, reason: FinishReason, at: float, failure: str | None = None
+    ) -> None:
+        """End a request: the one door, whatever its phase and whoever asked."""
+        del self._by_phase[request.phase][request.request_id]
+        del self._requests[request.request_id]
+        request.move(RequestPhase.FINISHED)
+        request.finish_reason = reason
+        request.finished_at = at
+        request.failure = failure
+        self._release_blocks(request)
+        self._runner.forget(request.request_id)
+        self._ended[request.request_id] = request
+
+    def _report(
+        self,
+        plan: StepPlan,
+        tokens: tuple[EmittedToken, ...],
+        failure: str | None,
+        started_at: float,
+        planner_s: float,
+        execute_s: float,
+    ) -> StepReport | None:
+        ended, self._ended = self._ended, {}
+        is_executed = bool(plan.work) and failure is None
+        if not (plan.work or plan.admissions or plan.preemptions or ended):
+            self._previous_end_at = None
+            return None
+        self._step_no += 1
+        end_at = self._clock.now()
+        # After a pass without a forward the caller may wait; that wait belongs to no step.
+        self._previous_end_at = end_at if plan.work and self._requests else None
+        report = StepReport(
+            step_no=self._step_no,
+            started_at=started_at,
+            duration_s=end_at - started_at,
+            planner_s=planner_s,
+            execute_s=execute_s,
+            plan=plan,
+            is_executed=is_executed,
+            num_running=len(self._by_phase[RequestPhase.RUNNING]),
+            num_waiting=len(self._by_phase[RequestPhase.WAITING]),
+            num_preempted=len(self._by_phase[RequestPhase.PREEMPTED]),
+            num_blocks_used=self._pool.num_used,
+            num_blocks_total=self._pool.num_total,
+            tokens=tokens,
+            finished=tuple(ended),
+            failure=failure,
+        )
+        named = self._named(plan, ended)
+        for listener in self._listeners:
+            listener.on_step(report, named)
+        return report
+
+    def _named(self, plan: StepPlan, ended: Mapping[str, Request]) -> dict[str, Request]:
+        named = dict(ended)
+        for request_id in (
+            *(work.request_id for work in plan.work),
+            *(admission.request_id for admission in plan.admissions),
+            *plan.preemptions,
+        ):
+            if request_id not in named:
+                named[request_id] = self._requests[request_id]
+        return named
+
+    def _known(self, request_id: str) -> Request:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise PlanError(f"the plan names an unknown request {request_id!r}") from None
+
+    def _move(self, request: Request, phase: RequestPhase) -> None:
+        del self._by_phase[request.phase][request.request_id]
+        request.move(phase)
+        self._by_phase[phase][request.request_id] = request
+
+    def _release_blocks(self, request: Request) -> None:
+        self._pool.release(request.block_table)
+        request.block_table.clear()

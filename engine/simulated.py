@@ -1,0 +1,35 @@
+"""`SimulatedRunner`: obeys a latency function on a virtual clock instead of a device.
+
+Owns pretended execution, so that the production loop and planner run unchanged in the simulator and in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.clock import VirtualClock
+from engine.request import Request
+from engine.step import SampledToken, StepPlan
+
+
+class SimulatedRunner:
+    """Advances the clock by `latency_of(plan)` seconds per step and samples one fixed token where a real runner would."""
+
+    def __init__(
+        self, clock: VirtualClock, latency_of: Callable[[StepPlan], float], token_id: int = 0
+    ) -> None:
+        self._clock = clock
+        self._latency_of = latency_of
+        self._token_id = token_id
+
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
+        """Let the step's time pass; sample for each request whose known tokens are complete afterwards."""
+        self._clock.advance(self._latency_of(plan))
+        return [
+            SampledToken(work.request_id, self._token_id)
+            for work in plan.work
+            if work.num_context_tokens == requests[work.request_id].num_known_tokens
+        ]
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept per request."""
