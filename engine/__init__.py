@@ -1,1 +1,1 @@
-"""MECHANISM: requests, KV blocks and one forward pass per step; never an SLO, a database or HTTP."""
+"""MECHANISM: requests, KV blocks and one forward pass per step; no SLO, database or HTTP."""

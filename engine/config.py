@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class EngineConfig:
     """Hard limits of the mechanism; the planner may stay below them, never above.
 
-    `num_blocks` blocks of `block_size` tokens form the KV pool. `max_model_len` bounds prompt plus output of one request,
-    in tokens. `max_num_seqs` bounds running requests, `max_num_batched_tokens` the tokens of one step,
-    `max_waiting_requests` the queue.
+    `num_blocks` blocks of `block_size` tokens form the KV pool. `max_model_len` bounds prompt plus
+    output of one request, in tokens. `max_num_seqs` bounds running requests,
+    `max_num_batched_tokens` the tokens of one step, `max_waiting_requests` the queue.
     """
 
     block_size: int = 16

@@ -1,7 +1,8 @@
 """`EngineLoop.step()`: take arrivals, plan, execute, commit, report.
 
-Owns every change of a request and of the block pool. Must not know an SLO, wait for an observer, or touch a tensor.
-`submit` and `finish` may be called from any thread; everything else runs on the loop's thread.
+Owns every change of a request and of the block pool. Must not know an SLO, wait for an observer, or
+touch a tensor. `submit` and `finish` may be called from any thread; everything else runs on the
+loop's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class PlanError(RuntimeError):
 
 
 class EngineLoop:
-    """Drives one runner by one planner. Call `step()` repeatedly; it returns None when there is nothing to do."""
+    """Drives one runner by one planner.
+
+    Call `step()` repeatedly; it returns None when there is nothing to do.
+    """
 
     def __init__(
         self,
@@ -85,11 +89,15 @@ class EngineLoop:
         self._is_draining = True
 
     def step(self) -> StepReport | None:
-        """Run one pass. Returns None when nothing changed. PlanError and planner errors are fatal for the caller."""
+        """Run one pass. Returns None when nothing changed.
+
+        PlanError and planner errors are fatal for the caller.
+        """
         if not self.has_work:
             self._previous_end_at = None
             return None
-        # A busy loop's steps tile time without a hole: what observers cost belongs to the gap that streams see.
+        # A busy loop's steps tile time without a hole: what observers cost belongs to the gap that
+        # streams see.
         now = self._clock.now()
         started_at = now if self._previous_end_at is None else self._previous_end_at
         self._take_arrivals()
@@ -191,7 +199,7 @@ class EngineLoop:
             raise PlanError(f"more than {self._config.max_num_seqs} running requests planned")
         try:
             return self._runner.execute(plan, batch), None
-        except Exception as error:  # noqa: BLE001 - a broken batch must not end the loop
+        except Exception as error:
             return (), f"{type(error).__name__}: {error}"
 
     def _start(self, request: Request, now: float) -> None:
@@ -239,7 +247,8 @@ class EngineLoop:
         num_output = request.num_output_tokens
         if token_id in request.sampling.stop_token_ids and num_output > request.sampling.min_tokens:
             return FinishReason.STOP
-        # The next step would need the KV of every known token; what the pool or the context cannot hold ends here.
+        # The next step would need the KV of every known token; what the pool or the context cannot
+        # hold ends here.
         limit = min(self._config.max_model_len, self._pool.num_total * self._pool.block_size)
         if num_output >= request.max_tokens or request.num_known_tokens >= limit:
             return FinishReason.LENGTH

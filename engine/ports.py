@@ -1,4 +1,5 @@
-"""The holes the loop calls through: `Planner` decides, `ModelRunner` executes, `StepListener` watches.
+"""The holes the loop calls through: `Planner` decides, `ModelRunner` executes, `StepListener`
+watches.
 
 Owns protocols and the frozen view a planner sees. Must not hold an implementation.
 """
@@ -54,10 +55,11 @@ class RequestView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The engine as a planner sees it at the start of a step; the collections are live and must not be changed.
+    """The engine as a planner sees it at the start of a step; the collections are live and must not
+    be changed.
 
-    `waiting` is in arrival order, `running` in order of admission, `preempted` in order of preemption. Free blocks exclude
-    those that running requests hold.
+    `waiting` is in arrival order, `running` in order of admission, `preempted` in order of
+    preemption. Free blocks exclude those that running requests hold.
     """
 
     now: float
@@ -87,10 +89,12 @@ class ModelRunner(Protocol):
     """Executes a plan on a device (or pretends to, in the simulator)."""
 
     def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
-        """Compute the plan's work in ONE forward pass and sample where a request's known tokens are complete.
+        """Compute the plan's work in ONE forward pass and sample where a request's known tokens are
+        complete.
 
-        `requests` maps every id in `plan.work` to its request, whose block table already covers the work. Must not change a
-        request. Raises on broken hardware or a poisoned batch; nothing is committed then.
+        `requests` maps every id in `plan.work` to its request, whose block table already covers the
+        work. Must not change a request. Raises on broken hardware or a poisoned batch; nothing is
+        committed then.
         """
         ...
 
@@ -103,5 +107,8 @@ class StepListener(Protocol):
     """Hears of every step after commit, on the loop's thread: must be quick and must not block."""
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
-        """Receive a report; `requests` holds every request that the report names, finished ones included."""
+        """Receive a report; `requests` holds every request that the report names.
+
+        Finished ones included.
+        """
         ...

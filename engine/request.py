@@ -1,7 +1,7 @@
 """A request's life: counters, phases, the table of legal moves and the one door `move()`.
 
-Owns the state of one generation. Must not know an SLO: `promise` belongs to whoever submitted the request and is carried
-unread.
+Owns the state of one generation. Must not know an SLO: `promise` belongs to whoever submitted the
+request and is carried unread.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class IllegalMoveError(RuntimeError):
 class SamplingParams:
     """How tokens are chosen; the defaults are greedy.
 
-    `temperature` 0 means greedy. `top_k` 0 and `top_p` 1 switch their filters off. `num_logprobs` None asks for no
-    log-probabilities, 0 for the chosen token's only. `logit_bias` maps token ids to an additive bias.
+    `temperature` 0 means greedy. `top_k` 0 and `top_p` 1 switch their filters off. `num_logprobs`
+    None asks for no log-probabilities, 0 for the chosen token's only. `logit_bias` maps token ids
+    to an additive bias.
     """
 
     temperature: float = 0.0
@@ -77,8 +78,9 @@ class SamplingParams:
 class Request:
     """One generation asked by a client. Only the loop changes it.
 
-    `max_tokens` bounds the output. `stop_token_ids` of the sampling parameters hold everything that ends it, the end-of-text
-    id included. Instants are on the loop's clock. `promise` is opaque to the engine.
+    `max_tokens` bounds the output. `stop_token_ids` of the sampling parameters hold everything that
+    ends it, the end-of-text id included. Instants are on the loop's clock. `promise` is opaque to
+    the engine.
     """
 
     request_id: str
@@ -113,7 +115,7 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt plus output: everything whose KV must stand before the next token can be sampled."""
+        """Prompt plus output: all whose KV must stand before the next token can be sampled."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -123,7 +125,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step computes one token and samples the next (nothing but the newest token is missing)."""
+        """Whether nothing but the newest token is missing: the next step computes and samples one."""
         return self.num_remaining_tokens == 1 and len(self.output_token_ids) > 0
 
     @property

@@ -1,6 +1,7 @@
 """`SimulatedRunner`: obeys a latency function on a virtual clock instead of a device.
 
-Owns pretended execution, so that the production loop and planner run unchanged in the simulator and in tests.
+Owns pretended execution, so that the production loop and planner run unchanged in the simulator and
+in tests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from engine.step import SampledToken, StepPlan
 
 
 class SimulatedRunner:
-    """Advances the clock by `latency_of(plan)` seconds per step and samples one fixed token where a real runner would."""
+    """Advances the clock by `latency_of(plan)` seconds; samples one fixed token where a runner would."""
 
     def __init__(
         self, clock: VirtualClock, latency_of: Callable[[StepPlan], float], token_id: int = 0
@@ -23,7 +24,7 @@ class SimulatedRunner:
         self._token_id = token_id
 
     def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
-        """Let the step's time pass; sample for each request whose known tokens are complete afterwards."""
+        """Let the step's time pass; sample where a request's known tokens are complete."""
         self._clock.advance(self._latency_of(plan))
         return [
             SampledToken(work.request_id, self._token_id)

@@ -1,7 +1,7 @@
 """The words of one step: what was decided (`StepPlan`) and what happened (`StepReport`).
 
-Owns frozen data only. Must not import anything of the project, read a clock or know an SLO: the decision record and the
-admission reasons travel through the engine unread.
+Owns frozen data only. Must not import anything of the project, read a clock or know an SLO: the
+decision record and the admission reasons travel through the engine unread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class AdmissionAction(enum.StrEnum):
 class StepWork:
     """One request's share of a step.
 
-    `num_tokens` tokens are computed after the `num_computed_tokens` that already stand in the KV cache. A decode computes
-    exactly one token. A prefill chunk that reaches the last known token samples too; the loop derives that from its
-    own counters.
+    `num_tokens` tokens are computed after the `num_computed_tokens` that already stand in the KV
+    cache. A decode computes exactly one token. A prefill chunk that reaches the last known token
+    samples too; the loop derives that from its own counters.
     """
 
     request_id: str
@@ -47,10 +47,12 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A verdict on a waiting request; `reason` is a stable word such as `overloaded` or `context_length`.
+    """A verdict on a waiting request; `reason` is a stable word such as `overloaded` or
+    `context_length`.
 
-    `predicted_ttft_s` counts from arrival. `retry_after_s` is set on rejections that may succeed later, None on those
-    that cannot. `is_degraded` says that the request is served without its promise (best effort).
+    `predicted_ttft_s` counts from arrival. `retry_after_s` is set on rejections that may succeed
+    later, None on those that cannot. `is_degraded` says that the request is served without its
+    promise (best effort).
     """
 
     request_id: str
@@ -66,10 +68,11 @@ class Admission:
 class StepDecision:
     """Why the step is what it is (read back from telemetry; the engine never reads it).
 
-    Budgets are prompt tokens except `token_budget`, which counts all tokens of the step. `lower_bound_tokens` is N⁻ (what
-    the TTFT deadlines demand), `upper_bound_tokens` N⁺ (what the decodes' slack allows). `slack_s` is the tightest
-    decode's `next_due - now`, negative = late, None without a decode that has a deadline. Predictions are seconds, None for a
-    planner without a cost model.
+    Budgets are prompt tokens except `token_budget`, which counts all tokens of the step.
+    `lower_bound_tokens` is N⁻ (what the TTFT deadlines demand), `upper_bound_tokens` N⁺ (what the
+    decodes' slack allows). `slack_s` is the tightest decode's `next_due - now`, negative = late,
+    None without a decode that has a deadline. Predictions are seconds, None for a planner without a
+    cost model.
     """
 
     policy: str
@@ -86,10 +89,12 @@ class StepDecision:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The decision for one step: who computes how many tokens, who comes in, who is turned away, who gives way.
+    """The decision for one step: who computes how many tokens, who comes in, who is turned away,
+    who gives way.
 
-    `work` names each request at most once. A waiting request may only appear in `work` if it is in `admissions` with ADMIT or
-    was admitted before. `preemptions` are applied before any block is reserved.
+    `work` names each request at most once. A waiting request may only appear in `work` if it is in
+    `admissions` with ADMIT or was admitted before. `preemptions` are applied before any block is
+    reserved.
     """
 
     work: tuple[StepWork, ...] = ()
@@ -110,7 +115,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One alternative at a position; `logprob` is the natural logarithm under the unmodified distribution."""
+    """One alternative at a position.
+
+    `logprob` is the natural logarithm under the unmodified distribution.
+    """
 
     token_id: int
     logprob: float
@@ -118,9 +126,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a runner sampled for one request; log-probabilities only where the request asked for them.
+    """What a runner sampled for one request; log-probabilities only where the request asked for
+    them.
 
-    `failure` says in one line why no token could be sampled (logits that are not finite, say); `token_id` means nothing then.
+    `failure` says in one line why no token could be sampled (logits that are not finite, say);
+    `token_id` means nothing then.
     """
 
     request_id: str
@@ -132,7 +142,10 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class EmittedToken:
-    """A sampled token after commit. `index` counts the request's output tokens from 0; `at` is on the loop's clock."""
+    """A sampled token after commit.
+
+    `index` counts the request's output tokens from 0; `at` is on the loop's clock.
+    """
 
     request_id: str
     token_id: int
@@ -146,10 +159,11 @@ class EmittedToken:
 class StepReport:
     """What one pass of the loop did.
 
-    `duration_s` is wall time from the start of this step to the start of the next one (planning, bookkeeping and the
-    observers of the step before included), because that is the gap a stream sees; `planner_s` and `execute_s` are parts of it.
-    `is_executed` is False where the plan held no work (only refusals, say) and nothing was timed that a cost model
-    could learn from. Counts of requests and blocks are those after commit.
+    `duration_s` is wall time from the start of this step to the start of the next one (planning,
+    bookkeeping and the observers of the step before included), because that is the gap a stream
+    sees; `planner_s` and `execute_s` are parts of it. `is_executed` is False where the plan held no
+    work (only refusals, say) and nothing was timed that a cost model could learn from. Counts of
+    requests and blocks are those after commit.
     """
 
     step_no: int

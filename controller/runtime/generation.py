@@ -1,4 +1,5 @@
-"""The words between a door (HTTP, benchmark, test) and the service: what is asked, and the events that answer it.
+"""The words between a door (HTTP, benchmark, test) and the service: what is asked, and the events
+that answer it.
 
 Owns frozen data and two protocols. Must not know HTTP or torch.
 """
@@ -18,9 +19,10 @@ from engine.step import Admission, TokenLogprob
 class GenerationRequest:
     """One prompt, tokenised, with its sampling and targets.
 
-    `slo_class` names a class of the settings (None = the server's default); `slo` overrides its targets field by field where
-    given. `arrived_at` is on the service's clock, taken before tokenising. `max_tokens` is already clipped to what fits.
-    `label` is the client's own id, echoed only.
+    `slo_class` names a class of the settings (None = the server's default); `slo` overrides its
+    targets field by field where given. `arrived_at` is on the service's clock, taken before
+    tokenising. `max_tokens` is already clipped to what fits. `label` is the client's own id, echoed
+    only.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -54,7 +56,8 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The last event of a stream, exactly one. `admission` is set when the request was rejected (`reason` REJECTED).
+    """The last event of a stream, exactly one. `admission` is set when the request was rejected
+    (`reason` REJECTED).
 
     `failure` is a line for the client when `reason` is ERROR. `attained` is None for best effort.
     """
@@ -87,7 +90,10 @@ class GenerationStream(Protocol):
     def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
 
     def finish(self, reason: FinishReason) -> None:
-        """Ask the engine to end the request: CANCELLED when the client went away, STOP on a stop string. Idempotent."""
+        """Ask the engine to end the request: CANCELLED when the client went away.
+
+        STOP on a stop string. Idempotent.
+        """
         ...
 
 
@@ -110,7 +116,10 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None
     ) -> list[int]:
-        """Render messages with a generation prompt and return token ids; ValueError with a reason if it cannot."""
+        """Render messages with a generation prompt and return token ids.
+
+        ValueError with a reason if it cannot.
+        """
         ...
 
 
@@ -125,7 +134,7 @@ class ServiceHealth:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client may know about the model. `eos_token_ids` end a generation unless `ignore_eos`."""
+    """What a client may know about the model; `eos_token_ids` end a text unless `ignore_eos`."""
 
     name: str
     source: str
@@ -137,13 +146,17 @@ class ServedModel:
 
 
 class InferenceService(Protocol):
-    """What a door needs of the running service (implemented by `controller.runtime.service.Service`)."""
+    """What a door needs of the service; `controller.runtime.service.Service` implements it."""
 
     @property
-    def model(self) -> ServedModel: ...
+    def model(self) -> ServedModel:
+        """The model that is served."""
+        ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        ...
 
     def now(self) -> float:
         """Return the service's clock, monotonic seconds."""
