@@ -1,7 +1,8 @@
-"""`BlockLedger`: exact block arithmetic while a step is being planned, and what running requests may still need.
+"""`BlockLedger`: exact block arithmetic while a step is being planned, and what running requests
+may still need.
 
-Owns the one place where a planner counts KV blocks; every policy shares it. Must not touch a pool or a request: it works on
-a copy of the free count.
+Owns the one place where a planner counts KV blocks; every policy shares it. Must not touch a pool
+or a request: it works on a copy of the free count.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockLedger:
-    """Free blocks as the plan takes shape. A plan that was taken through it never needs more blocks than are free."""
+    """Free blocks as the plan takes shape. A plan that was taken through it never needs more blocks
+    than are free.
+    """
 
     __slots__ = ("block_size", "num_free")
 

@@ -1,7 +1,8 @@
-"""`OutputLengths`: how long answers of a class have been lately, for the planner's view of KV growth.
+"""`OutputLengths`: how long answers of a class have been lately, for the planner's view of KV
+growth.
 
-Owns a bounded window of finished outputs per class. Fed by the runtime when a request ends; a planner only reads it. Must
-not hold requests or read a clock.
+Owns a bounded window of finished outputs per class. Fed by the runtime when a request ends; a
+planner only reads it. Must not hold requests or read a clock.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections import deque
 class OutputLengths:
     """A quantile of recent output lengths per class, in tokens.
 
-    `quantile` in (0, 1] is the share of answers that should be no longer than the expectation; `window` answers are
-    remembered per class; `default` tokens are expected of a class nobody has seen finish. ValueError names the argument.
+    `quantile` in (0, 1] is the share of answers that should be no longer than the expectation;
+    `window` answers are remembered per class; `default` tokens are expected of a class nobody has
+    seen finish. ValueError names the argument.
     """
 
     def __init__(self, quantile: float = 0.8, window: int = 256, default: int = 256) -> None:
@@ -32,7 +34,9 @@ class OutputLengths:
         self._expected: dict[str, int] = {}
 
     def observe(self, class_name: str, num_tokens: int) -> None:
-        """Remember that an answer of the class ended after `num_tokens` output tokens (those below 1 teach nothing)."""
+        """Remember that an answer of the class ended after `num_tokens` output tokens (those below
+        1 teach nothing).
+        """
         if num_tokens < 1:
             return
         recent = self._recent.setdefault(class_name, deque(maxlen=self._window))
@@ -41,5 +45,7 @@ class OutputLengths:
         self._expected[class_name] = sorted(recent)[rank]
 
     def expected(self, class_name: str) -> int:
-        """Return the quantile of recent output lengths of the class in tokens, the default where none is known."""
+        """Return the quantile of recent output lengths of the class in tokens, the default where
+        none is known.
+        """
         return self._expected.get(class_name, self._default)

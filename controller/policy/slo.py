@@ -22,7 +22,9 @@ class OnInfeasible(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Targets of one request in seconds; None = no target of that kind. ValueError names the field."""
+    """Targets of one request in seconds; None = no target of that kind. ValueError names the
+    field.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -45,7 +47,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """A named class of service: default targets, how much it weighs in a conflict, what happens when it cannot be met."""
+    """A named class of service: default targets, how much it weighs in a conflict, what happens
+    when it cannot be met.
+    """
 
     name: str
     slo: Slo = field(default_factory=Slo)
@@ -66,8 +70,8 @@ class SloClass:
 class Promise:
     """The SLO of one request as instants, plus what has happened to its tokens so far.
 
-    Carried by the engine as `Request.promise`, unread. Mutable: `record_token` is called once per emitted token by the
-    loop's listener, never by a planner.
+    Carried by the engine as `Request.promise`, unread. Mutable: `record_token` is called once per
+    emitted token by the loop's listener, never by a planner.
     """
 
     slo: Slo
@@ -98,7 +102,8 @@ class Promise:
         return math.inf if self.slo.e2e_s is None else self.arrived_at + self.slo.e2e_s
 
     def token_deadline_at(self, number: int) -> float:
-        """D_n for the n-th output token (1-based): B + (n-1)·p, with B = D_1 while no token was emitted.
+        """D_n for the n-th output token (1-based): B + (n-1)·p, with B = D_1 while no token was
+        emitted.
 
         +inf where no target bounds that token. ValueError if `number` is below 1.
         """
@@ -114,8 +119,8 @@ class Promise:
     def record_token(self, at: float) -> None:
         """Account for one emitted token at instant `at`: gaps, fluidity and re-basing of B.
 
-        B = max(first_token_at, D_1) at the first token. A later token that is late by more than one p moves B so that its own
-        deadline would have been `at`: one stall counts once.
+        B = max(first_token_at, D_1) at the first token. A later token that is late by more than one
+        p moves B so that its own deadline would have been `at`: one stall counts once.
         """
         number = self.num_tokens + 1
         deadline_at = self.token_deadline_at(number)
@@ -132,7 +137,8 @@ class Promise:
         self.last_token_at = at
 
     def next_due(self, pace: float, bank: float, gap_limit_s: float) -> float:
-        """When the next token should be out: last + pace·p, plus `bank` of the slack up to D_n, at most last + gap limit.
+        """When the next token should be out: last + pace·p, plus `bank` of the slack up to D_n, at
+        most last + gap limit.
 
         `pace` is a share of p, `bank` in [0, 1]. Before the first token it is D_1.
         """
@@ -148,10 +154,12 @@ class Promise:
         return min(due_at, last_at + gap_limit_s)
 
     def judge(self) -> Judgement:
-        """Return what became of the promise, given the tokens recorded so far (control.md section 1, "Judging").
+        """Return what became of the promise, given the tokens recorded so far (control.md section
+        1, "Judging").
 
-        A target without the tokens to judge it is missed, except TPOT, which one token or none cannot miss. Judged against the
-        targets that were asked for, also when the request was degraded.
+        A target without the tokens to judge it is missed, except TPOT, which one token or none
+        cannot miss. Judged against the targets that were asked for, also when the request was
+        degraded.
         """
         slo = self.slo
         first_at, last_at = self.first_token_at, self.last_token_at
@@ -184,9 +192,9 @@ class Promise:
 class Judgement:
     """A promise measured: seconds, and per target whether it was met (None = no such target).
 
-    `tpot_s` is (t_last - t_first)/(n - 1), None for fewer than two tokens. `attained` is None for best effort and False
-    without a token. `fluidity` is the share of tokens that met their deadline (a token without one counts as met), None without a
-    token.
+    `tpot_s` is (t_last - t_first)/(n - 1), None for fewer than two tokens. `attained` is None for
+    best effort and False without a token. `fluidity` is the share of tokens that met their deadline
+    (a token without one counts as met), None without a token.
     """
 
     ttft_s: float | None
