@@ -125,7 +125,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether nothing but the newest token is missing: the next step computes and samples one."""
+        """Whether only the newest token is missing: the next step computes and samples one."""
         return self.num_remaining_tokens == 1 and len(self.output_token_ids) > 0
 
     @property

@@ -14,7 +14,7 @@ from engine.step import SampledToken, StepPlan
 
 
 class SimulatedRunner:
-    """Advances the clock by `latency_of(plan)` seconds; samples one fixed token where a runner would."""
+    """Advances the clock by `latency_of(plan)` seconds and samples one fixed token."""
 
     def __init__(
         self, clock: VirtualClock, latency_of: Callable[[StepPlan], float], token_id: int = 0

@@ -1,0 +1,115 @@
+"""The seam of attention: what a backend is given, and the function that transformers calls.
+
+Owns the registration under one name of transformers' attention interface. Its models then call
+`paged_attention` in every layer with the step's context as a keyword; a name without a mask
+function makes transformers build no mask at all, so nothing of size O(T²) exists over the packed
+batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from engine.device.inputs import StepInputs
+from engine.device.kv_cache import PagedKvCache
+
+ATTENTION_NAME = "paceline_paged"
+
+
+class UnsupportedByBackendError(ValueError):
+    """The chosen backend cannot serve this model or setting; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What differs from layer to layer.
+
+    `scale` multiplies the scores; `sliding_window` W lets a token see itself and the W-1 before it;
+    `softcap` c replaces scores s by c·tanh(s/c).
+    """
+
+    layer_idx: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a packed batch over the paged cache."""
+
+    @property
+    def name(self) -> str:
+        """The name in settings and telemetry."""
+        ...
+
+    def check(self, block_size: int, cache_dtype: torch.dtype, device: torch.device) -> None:
+        """Raise UnsupportedByBackendError if the combination cannot run."""
+        ...
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedKvCache, inputs: StepInputs, call: AttentionCall
+    ) -> torch.Tensor:
+        """Return (num_tokens, num_heads, value_dim) for `query` (num_tokens, num_heads, key_dim).
+
+        The step's keys and values already stand in the cache.
+        """
+        ...
+
+
+class StepContext(Protocol):
+    """What the model's layers find under the keyword `paceline_step`."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Take packed (num_tokens, heads, dim) tensors and return the attention output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStepContext:
+    """The ordinary context: write this step's keys and values, then attend over the pages."""
+
+    inputs: StepInputs
+    cache: PagedKvCache
+    backend: AttentionBackend
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Write, then attend."""
+        self.cache.write(call.layer_idx, key, value, self.inputs.slot_mapping)
+        return self.backend.attend(query, self.cache, self.inputs, call)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paceline_step: StepContext,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' models ask for it: heads first, shape (1, heads, num_tokens, dim)."""
+    call = AttentionCall(
+        layer_idx=int(module.layer_idx),  # type: ignore[arg-type]  # every attention module has it
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    output = paceline_step.attend(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

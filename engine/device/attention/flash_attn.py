@@ -1,0 +1,83 @@
+"""The `flash_attn` backend: FlashAttention-2's varlen kernel over paged keys and values (CUDA).
+
+Signature and limits: flash-attn 2.8 `flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k,
+max_seqlen_q, max_seqlen_k, …, softmax_scale, causal, window_size, softcap, …, block_table)`; with a
+`block_table`, k and v are (num_blocks, block_size, num_kv_heads, head_dim), the block size divides
+by 256, causal masks align bottom-right, and dtypes are float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.device.attention.base import AttentionCall, UnsupportedByBackendError
+from engine.device.inputs import StepInputs
+from engine.device.kv_cache import PagedKvCache
+
+BLOCK_SIZE_DIVISOR = 256
+
+
+def is_available() -> bool:
+    """Whether a CUDA device and the flash-attn package are here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+
+
+class FlashAttention:
+    """One kernel call per layer for the whole mixed batch.
+
+    `kernel` is `flash_attn.flash_attn_varlen_func` unless one is handed in (tests record calls).
+    """
+
+    name = "flash_attn"
+
+    def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
+        if kernel is None:
+            from flash_attn import flash_attn_varlen_func  # heavy, and only where it exists
+
+            kernel = flash_attn_varlen_func
+        self._kernel = kernel
+
+    def check(self, block_size: int, cache_dtype: torch.dtype, device: torch.device) -> None:
+        """Raise UnsupportedByBackendError naming the setting to change."""
+        if device.type != "cuda":
+            raise UnsupportedByBackendError(
+                f"attention backend flash_attn needs a CUDA device, not {device.type}:"
+                " use --attention-backend reference"
+            )
+        if block_size % BLOCK_SIZE_DIVISOR:
+            raise UnsupportedByBackendError(
+                f"--block-size {block_size}: flash_attn wants a multiple of {BLOCK_SIZE_DIVISOR}"
+                " for paged keys and values"
+            )
+        if cache_dtype not in (torch.float16, torch.bfloat16):
+            raise UnsupportedByBackendError(
+                f"attention backend flash_attn computes in float16 or bfloat16, not {cache_dtype}:"
+                " use --dtype bfloat16"
+            )
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedKvCache, inputs: StepInputs, call: AttentionCall
+    ) -> torch.Tensor:
+        """Return (num_tokens, num_heads, value_dim)."""
+        window = call.sliding_window
+        output: torch.Tensor = self._kernel(
+            query.contiguous(),
+            cache.keys[call.layer_idx],
+            cache.values[call.layer_idx],
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            max_seqlen_q=inputs.max_seqlen_q,
+            max_seqlen_k=inputs.max_seqlen_k,
+            softmax_scale=call.scale,
+            causal=True,
+            # (left, right) exclusive of the token itself: W tokens including it are W-1 to the
+            # left.
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=0.0 if call.softcap is None else call.softcap,
+            block_table=inputs.block_table,
+        )
+        return output

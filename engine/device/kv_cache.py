@@ -1,0 +1,66 @@
+"""`PagedKvCache`: the paged key and value tensors of every layer, and how a step writes them.
+
+Owns the memory of the pool on the device. Which block belongs to whom is `engine.blocks`' business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """Shape of one attention layer's cache: heads, and head widths that may differ (MLA)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None
+
+    def num_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token's key and value take in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class PagedKvCache:
+    """Keys and values as (num_blocks, block_size, num_kv_heads, head_dim), one pair per layer.
+
+    The layout is flash-attn's for `block_table`. A slot is `block * block_size + offset`.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[LayerGeometry, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+        def pages(layer: LayerGeometry, width: int) -> torch.Tensor:
+            # Zeros, not empty: padded reads of never-written slots must stay finite.
+            shape = (num_blocks, block_size, layer.num_kv_heads, width)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.keys = [pages(layer, layer.key_dim) for layer in layers]
+        self.values = [pages(layer, layer.value_dim) for layer in layers]
+
+    def write(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store `key` and `value` of shape (num_tokens, num_kv_heads, head_dim) at `slots`."""
+        self.keys[layer_idx].flatten(0, 1).index_copy_(0, slots, key)
+        self.values[layer_idx].flatten(0, 1).index_copy_(0, slots, value)
+
+
+def num_blocks_within(
+    num_bytes: int, layers: tuple[LayerGeometry, ...], block_size: int, dtype: torch.dtype
+) -> int:
+    """Return how many blocks of `block_size` tokens fit into `num_bytes` over all layers."""
+    per_token = sum(layer.num_bytes_per_token(dtype) for layer in layers)
+    return num_bytes // (per_token * block_size)
