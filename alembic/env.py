@@ -43,7 +43,7 @@ def main() -> None:
     url = context.get_x_argument(as_dictionary=True).get("db") or os.environ.get("PACELINE_DB")
     if not url:
         raise SystemExit("no database: give -x db=URL or set PACELINE_DB")
-    database = Database.open_writer(url)
+    database = Database.open_writer(url, may_create=True)
     try:
         with database.begin() as opened:
             run(opened)

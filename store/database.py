@@ -39,7 +39,7 @@ def sqlite_warning(version: tuple[int, int, int] = sqlite3.sqlite_version_info) 
         return None
     shown = ".".join(str(part) for part in version)
     return (
-        f"SQLite library {shown} lacks the WAL-reset fix: in rare cases a checkpoint can corrupt the"
+        f"SQLite library {shown} lacks the WAL-reset fix: a checkpoint can, rarely, corrupt the"
         " telemetry database. Use 3.51.3 or later (or 3.50.7, 3.44.6), or PostgreSQL."
     )
 
@@ -58,8 +58,14 @@ class Database:
         self._lock = lock
 
     @classmethod
-    def open_writer(cls, url: str) -> Database:
-        """Open for writing; an SQLite file is created if missing.
+    def open_writer(
+        cls,
+        url: str,
+        *,
+        may_create: bool = False,
+        busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S,
+    ) -> Database:
+        """Open for writing; a missing SQLite file is created only if `may_create`.
 
         Raises DatabaseUrlError, DatabaseBusyError (another process writes the SQLite file),
         DatabaseUnavailableError.
@@ -72,9 +78,12 @@ class Database:
             raise DatabaseUnavailableError(
                 f"no directory {path.parent} for the database {path.name}"
             )
+        if not may_create:
+            _require_file(path)
         lock = WriterLock(path)
         lock.acquire()
-        return cls(parsed, _sqlite_engine(parsed, path, is_reader=False), lock)
+        mode = "rwc" if may_create else "rw"
+        return cls(parsed, _sqlite_engine(parsed, path, mode, busy_timeout_s), lock)
 
     @classmethod
     def open_reader(cls, url: str) -> Database:
@@ -86,11 +95,8 @@ class Database:
         if not is_sqlite(parsed):
             return cls(parsed, _postgresql_engine(parsed, is_reader=True), None)
         path = sqlite_path(parsed)
-        if not path.is_file():
-            raise DatabaseUnavailableError(
-                f"no database at {path}: start the server, or run `paceline db upgrade`"
-            )
-        return cls(parsed, _sqlite_engine(parsed, path, is_reader=True), None)
+        _require_file(path)
+        return cls(parsed, _sqlite_engine(parsed, path, "ro", SQLITE_BUSY_TIMEOUT_S), None)
 
     @property
     def is_sqlite(self) -> bool:
@@ -131,15 +137,20 @@ def brief(error: BaseException) -> str:
     return mask_url(lines[0]) if lines else type(cause).__name__
 
 
-def _sqlite_engine(url: URL, path: Path, *, is_reader: bool) -> Engine:
-    mode = "ro" if is_reader else "rwc"
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise DatabaseUnavailableError(
+            f"no database at {path}: start the server, or run `paceline db upgrade`"
+        )
+
+
+def _sqlite_engine(url: URL, path: Path, mode: str, busy_timeout_s: float) -> Engine:
+    is_reader = mode == "ro"
     location = f"file:{quote(str(path))}?mode={mode}"
 
     def connect() -> sqlite3.Connection:
         # Connections of a pool move between threads; SQLAlchemy hands each to one thread at a time.
-        return sqlite3.connect(
-            location, uri=True, timeout=SQLITE_BUSY_TIMEOUT_S, check_same_thread=False
-        )
+        return sqlite3.connect(location, uri=True, timeout=busy_timeout_s, check_same_thread=False)
 
     engine = create_engine(url, creator=connect)
     begin = "BEGIN" if is_reader else "BEGIN IMMEDIATE"

@@ -118,7 +118,7 @@ def _current(connection: Connection) -> str | None:
 
 
 def _alembic(url: str, revision: str, *, is_upgrade: bool) -> SchemaState:
-    database = Database.open_writer(url)
+    database = Database.open_writer(url, may_create=is_upgrade)
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
