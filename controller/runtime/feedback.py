@@ -1,0 +1,199 @@
+"""Feedback: the one place that joins what happened to who wants to know.
+
+Owns the translation of a step report into promises kept, samples for the cost model, telemetry rows
+and metrics. Runs on the loop's thread: everything here is arithmetic or a bounded offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from controller.policy.lengths import OutputLengths
+from controller.policy.slo import Promise
+from costmodel.base import CostModel
+from costmodel.features import StepFeatures
+from engine.clock import Clock
+from engine.request import FinishReason, Request
+from engine.step import AdmissionAction, StepReport
+from store.records import EventKind, EventRecord, Record, RequestRecord, StepRecord
+
+
+class PromiseKeeper:
+    """Tells promises of their tokens and verdicts; must be the first listener of a step."""
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Record degradations and tokens."""
+        for admission in report.plan.admissions:
+            if admission.is_degraded:
+                promise_of(requests[admission.request_id]).is_degraded = True
+        for token in report.tokens:
+            promise_of(requests[token.request_id]).record_token(token.at)
+
+
+class Teacher:
+    """Shows executed steps to the cost model and finished outputs to the planner's expectations."""
+
+    def __init__(self, cost_model: CostModel, output_lengths: OutputLengths) -> None:
+        self._cost_model = cost_model
+        self._output_lengths = output_lengths
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Observe the step's duration; a failed step and one without work teach nothing."""
+        if report.is_executed:
+            self._cost_model.observe(StepFeatures.of(report.plan.work), report.duration_s)
+        for request_id in report.finished:
+            request = requests[request_id]
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._output_lengths.observe(
+                    promise_of(request).slo_class.name, request.num_output_tokens
+                )
+
+
+class Offer(Protocol):
+    """Hands a record to telemetry without waiting; False if it was dropped (and counted)."""
+
+    def __call__(self, record: Record) -> bool:
+        """Offer one record."""
+        ...
+
+
+class TelemetryFeed:
+    """Turns reports into telemetry rows and offers them."""
+
+    def __init__(self, offer: Offer, clock: Clock, run_id: str) -> None:
+        self._offer = offer
+        self._clock = clock
+        self._run_id = run_id
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Offer the step with its shares, then the requests that ended, then events."""
+        to_epoch_ms = self._epoch_of()
+        if report.plan.work:
+            self._offer(
+                StepRecord.from_report(
+                    report,
+                    run_id=self._run_id,
+                    at=to_epoch_ms(report.started_at),
+                    features=StepFeatures.of(report.plan.work),
+                )
+            )
+        for request_id in report.finished:
+            self._offer(request_record(requests[request_id], self._run_id, to_epoch_ms))
+        for event in _events(report, self._run_id, to_epoch_ms):
+            self._offer(event)
+
+    def record_endings(self, requests: tuple[Request, ...]) -> None:
+        """Offer requests that no step will report (after a fatal error)."""
+        to_epoch_ms = self._epoch_of()
+        for request in requests:
+            self._offer(request_record(request, self._run_id, to_epoch_ms))
+
+    def _epoch_of(self) -> Callable[[float], int]:
+        now, now_ms = self._clock.now(), self._clock.epoch_ms()
+        return lambda at: now_ms - round((now - at) * 1000)
+
+
+def promise_of(request: Request) -> Promise:
+    """Return the request's promise; every request of the service carries one."""
+    promise = request.promise
+    assert isinstance(promise, Promise)  # noqa: S101 - set by the service for every request
+    return promise
+
+
+def request_record(
+    request: Request, run_id: str, to_epoch_ms: Callable[[float], int]
+) -> RequestRecord:
+    """Describe an ended request."""
+    promise = promise_of(request)
+    judged = promise.judge()
+    admission = request.admission
+    ended_at = request.arrived_at if request.finished_at is None else request.finished_at
+    started_at, first_at = request.first_scheduled_at, request.first_token_at
+
+    def span(start: float | None, stop: float | None) -> float | None:
+        return None if start is None or stop is None else max(0.0, stop - start)
+
+    def epoch(at: float | None) -> int | None:
+        return None if at is None else to_epoch_ms(at)
+
+    return RequestRecord(
+        run_id=run_id,
+        request_id=request.request_id,
+        slo_class=promise.slo_class.name,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        max_tokens=request.max_tokens,
+        arrived_at=to_epoch_ms(request.arrived_at),
+        arrived_clock_s=request.arrived_at,
+        ended_at=to_epoch_ms(ended_at),
+        finish_reason=(request.finish_reason or FinishReason.ERROR).value,
+        decision="" if admission is None else admission.action.value,
+        reason="" if admission is None else admission.reason,
+        is_degraded=promise.is_degraded,
+        priority=promise.priority,
+        ttft_target_s=promise.slo.ttft_s,
+        tpot_target_s=promise.slo.tpot_s,
+        e2e_target_s=promise.slo.e2e_s,
+        admitted_at=epoch(request.admitted_at),
+        first_token_at=epoch(first_at),
+        queue_s=span(request.arrived_at, ended_at if started_at is None else started_at),
+        prefill_s=span(started_at, first_at),
+        decode_s=span(first_at, ended_at),
+        ttft_s=judged.ttft_s,
+        tpot_s=judged.tpot_s,
+        e2e_s=judged.e2e_s,
+        longest_gap_s=judged.longest_gap_s,
+        fluidity=judged.fluidity,
+        num_preemptions=request.num_preemptions,
+        predicted_ttft_s=None if admission is None else admission.predicted_ttft_s,
+        failure=request.failure,
+        is_ttft_met=judged.is_ttft_met,
+        is_tpot_met=judged.is_tpot_met,
+        is_e2e_met=judged.is_e2e_met,
+        attained=judged.attained,
+    )
+
+
+def _events(
+    report: StepReport, run_id: str, to_epoch_ms: Callable[[float], int]
+) -> list[EventRecord]:
+    at = to_epoch_ms(report.started_at + report.duration_s)
+    events = [
+        EventRecord(
+            run_id=run_id,
+            at=at,
+            event_kind=EventKind.REFUSAL,
+            reason=admission.reason,
+            request_id=admission.request_id,
+            step_no=report.step_no,
+            numbers={
+                "predicted_ttft_s": admission.predicted_ttft_s,
+                "retry_after_s": admission.retry_after_s,
+            },
+        )
+        for admission in report.plan.admissions
+        if admission.action is AdmissionAction.REJECT
+    ]
+    events += [
+        EventRecord(
+            run_id=run_id,
+            at=at,
+            event_kind=EventKind.PREEMPTION,
+            reason="kv_blocks",
+            request_id=request_id,
+            step_no=report.step_no,
+        )
+        for request_id in report.plan.preemptions
+    ]
+    if report.failure is not None:
+        events.append(
+            EventRecord(
+                run_id=run_id,
+                at=at,
+                event_kind=EventKind.STEP_FAILURE,
+                reason=report.failure[:200],
+                step_no=report.step_no,
+            )
+        )
+    return events

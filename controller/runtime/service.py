@@ -1,0 +1,190 @@
+"""`Service`: owns the loop's thread, from readiness to drain.
+
+Owns submission, health and shutdown. Which planner, runner and listeners run is `wiring`'s choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from controller.policy.slo import Promise, Slo, SloClass
+from controller.runtime.generation import (
+    GenerationRequest,
+    ServedModel,
+    ServiceHealth,
+    Tokenizer,
+)
+from controller.runtime.streams import Stream, StreamHub
+from engine.clock import Clock
+from engine.loop import EngineLoop
+from engine.request import FinishReason, Request
+
+logger = logging.getLogger("paceline")
+
+# A loop that was asked to try again although nothing could be planned: long enough not to burn a
+# core, short enough for a queue's age bounds.
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseTerms:
+    """The SLO classes on offer and the one for requests that name none."""
+
+    classes: Mapping[str, SloClass]
+    default: str
+
+    def promise(self, request: GenerationRequest) -> Promise:
+        """Merge the request's targets over its class's; KeyError on an unknown class."""
+        slo_class = self.classes[request.slo_class or self.default]
+        given, defaults = request.slo, slo_class.slo
+
+        def pick(own: float | None, default: float | None) -> float | None:
+            return default if own is None else own
+
+        slo = Slo(
+            ttft_s=pick(given.ttft_s, defaults.ttft_s),
+            tpot_s=pick(given.tpot_s, defaults.tpot_s),
+            e2e_s=pick(given.e2e_s, defaults.e2e_s),
+        )
+        return Promise(slo, slo_class, request.arrived_at, priority=request.priority)
+
+
+class Service:
+    """A running engine behind `submit`; implements `InferenceService`."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        hub: StreamHub,
+        clock: Clock,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        terms: PromiseTerms,
+        *,
+        run_id: str,
+        stuck_after_s: float = 120.0,
+    ) -> None:
+        self._loop = loop
+        self._hub = hub
+        self._clock = clock
+        self._model = model
+        self._tokenizer = tokenizer
+        self._terms = terms
+        self._run_id = run_id
+        self._stuck_after_s = stuck_after_s
+        self._numbers = itertools.count(1)
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_draining = False
+        self._is_stopping = False
+        self._fatal: str | None = None
+        self._last_progress_at = clock.now()
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def run_id(self) -> str:
+        """This server life in telemetry."""
+        return self._run_id
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return self._loop.num_unfinished
+
+    def now(self) -> float:
+        """Return monotonic seconds."""
+        return self._clock.now()
+
+    def start(self) -> None:
+        """Start the loop's thread."""
+        self._thread = threading.Thread(target=self._run, name="paceline-loop", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Hand a request to the loop and return its stream; never blocks. KeyError: unknown class."""
+        request_id = f"{self._run_id}-{next(self._numbers)}"
+        promise = self._terms.promise(request)
+        stream = Stream(request_id, asyncio.get_running_loop(), self._end)
+        self._hub.register(stream)
+        self._loop.submit(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                max_tokens=request.max_tokens,
+                arrived_at=request.arrived_at,
+                sampling=request.sampling,
+                promise=promise,
+            )
+        )
+        if self._fatal is not None:
+            # The loop's thread is gone: nobody else will end what was just handed in.
+            self._hub.end_all(self._loop.abort(self._fatal))
+        self._wake.set()
+        return stream
+
+    def health(self) -> ServiceHealth:
+        """Return liveness (dead or stuck: not live) and readiness (also not while draining)."""
+        if self._fatal is not None:
+            return ServiceHealth(False, False, f"the engine stopped: {self._fatal}")
+        if self._thread is None:
+            return ServiceHealth(True, False, "loading")
+        if not self._thread.is_alive():
+            return ServiceHealth(False, False, "the engine's thread has ended")
+        idle_s = self._clock.now() - self._last_progress_at
+        if self._loop.num_unfinished and idle_s > self._stuck_after_s:
+            return ServiceHealth(False, False, f"no step has ended for {idle_s:.0f} s")
+        if self._is_draining:
+            return ServiceHealth(True, False, "draining")
+        return ServiceHealth(True, True)
+
+    def drain(self) -> None:
+        """Refuse new requests; running ones go on."""
+        self._is_draining = True
+        self._loop.drain()
+        self._wake.set()
+
+    def stop(self, timeout_s: float) -> None:
+        """Drain, give running requests `timeout_s` seconds, end the rest with ERROR, join."""
+        self.drain()
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self._fatal = "the server was stopped"
+                self._wake.set()
+                self._thread.join()
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        self._loop.finish(request_id, reason)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            while self._fatal is None and not (self._is_stopping and not self._loop.has_work):
+                self._wake.clear()
+                report = self._loop.step()
+                self._last_progress_at = self._clock.now()
+                if report is None:
+                    self._wake.wait(_RETRY_S if self._loop.has_work else None)
+                    # Waiting for work is not being stuck.
+                    self._last_progress_at = self._clock.now()
+        except Exception as error:
+            logger.exception("the engine stopped")
+            self._fatal = f"{type(error).__name__}: {error}"
+        if self._fatal is not None:
+            self._hub.end_all(self._loop.abort(self._fatal))
