@@ -1,4 +1,4 @@
-"""The seam of the cost model: two verbs, `predict` and `observe`, and the numbers that operators see.
+"""The seam of the cost model: two verbs and the numbers that operators see.
 
 Owns protocols and frozen records. Must not hold a learner.
 """
@@ -12,9 +12,10 @@ from costmodel.features import FloatArray, Regime, StepFeatures
 
 
 class LatencyEstimate(NamedTuple):
-    """Seconds for n candidate steps: the mean, and an upper bound that holds with the model's target coverage.
+    """Seconds for n candidate steps: the mean, and an upper bound of known coverage.
 
-    Both have shape (n,), are finite, positive, and never fall when any kind of work grows; `upper_s >= mean_s`.
+    Both have shape (n,), are finite, positive, and never fall when any kind of work grows;
+    `upper_s >= mean_s`. The upper bound holds with the model's target coverage.
     """
 
     mean_s: FloatArray
@@ -25,8 +26,8 @@ class LatencyEstimate(NamedTuple):
 class MarginalCosts:
     """What one more unit of work costs, in seconds, and where throughput flattens.
 
-    `knee_tokens` is the prefill budget beyond which tokens per second grow little (work has reached 90 % of the asymptotic
-    rate). `floor_s` is the cost of an almost empty step.
+    `knee_tokens` is the prefill budget beyond which tokens per second grow little (work has reached
+    90 % of the asymptotic rate). `floor_s` is the cost of an almost empty step.
     """
 
     prefill_token_s: float
@@ -38,7 +39,7 @@ class MarginalCosts:
 
 @dataclass(frozen=True, slots=True)
 class RegimeQuality:
-    """How well the model did lately in one regime: over the last steps (at most 500), shares in [0, 1]."""
+    """How well the model did in one regime over its last steps (at most 500), as shares."""
 
     regime: Regime
     num_observed: int
@@ -60,14 +61,23 @@ class ModelQuality:
 
 
 class CostModel(Protocol):
-    """Predicts step latency and learns from every step. Single writer: call both verbs from the loop's thread."""
+    """Predicts step latency and learns from every step.
+
+    Single writer: call both verbs from the loop's thread.
+    """
 
     def predict(self, features: FloatArray) -> LatencyEstimate:
-        """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES), all finite and not negative."""
+        """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES).
+
+        Candidates are finite and not negative.
+        """
         ...
 
     def observe(self, features: StepFeatures, latency_s: float) -> bool:
-        """Learn from one executed step; False if the sample was refused (not finite, not positive, no work)."""
+        """Learn from one executed step of `latency_s` seconds.
+
+        False if the sample was refused (not finite, not positive, no work).
+        """
         ...
 
     def marginals(self) -> MarginalCosts:

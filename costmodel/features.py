@@ -1,7 +1,7 @@
 """`StepFeatures`: the small fixed vector that every learner sees, taken from a step's work.
 
-Basis (control.md section 2): prefill tokens, decode requests, Σ decode context, Σ chunk·past, Σ chunk². Never a total
-together with its parts.
+Basis (control.md section 2): prefill tokens, decode requests, Σ decode context, Σ chunk·past, Σ
+chunk². Never a total together with its parts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Regime(enum.StrEnum):
 class StepFeatures(NamedTuple):
     """Work of one step, unscaled.
 
-    `decode_context_tokens` is Σ over decodes of the KV length read (new token included); `chunk_past_tokens` is Σ over
-    chunks of chunk·past; `chunk_squared_tokens` is Σ chunk².
+    `decode_context_tokens` is Σ over decodes of the KV length read (new token included);
+    `chunk_past_tokens` is Σ over chunks of chunk·past; `chunk_squared_tokens` is Σ chunk².
     """
 
     num_prefill_tokens: float = 0.0
@@ -64,7 +64,7 @@ class StepFeatures(NamedTuple):
 
     @property
     def regime(self) -> Regime:
-        """The regime by presence of prefill and decode work; an empty step counts as decode-only."""
+        """The regime by presence of each kind of work; an empty step counts as decode-only."""
         return regime_of(self.num_prefill_tokens, self.num_decode_requests)
 
     def to_array(self) -> FloatArray:

@@ -1,0 +1,142 @@
+"""The envelope: predictions, upper bounds and marginal costs from the exported coefficients of two
+planes.
+
+Owns the arithmetic that every learner of this package predicts with. Must not learn.
+
+`mean(x) = max over planes p of c_p · φ(x)`, all coefficients non-negative: convex, positive, and
+never falling in any kind of work, across regimes too. Two planes are a floor and a slope: a
+memory-bound step costs reading the weights whatever the batch, a compute-bound one costs its
+tokens.
+
+The upper bound takes the largest of three bounds that each hold: that of the step's decode part
+alone, that of its prefill part alone, and that of the whole, each with its own regime's margin. A
+mixed step is never promised to be quicker than the decodes in it; so the upper bound is monotone
+across regimes too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from costmodel.base import LatencyEstimate, MarginalCosts
+from costmodel.basis import NUM_BASIS, NUM_PARTS, PART_MASKS, expand
+from costmodel.features import FloatArray, Regime, StepFeatures
+
+NUM_PLANES: Final = 2
+FLOOR_PLANE: Final = 0
+WORK_PLANE: Final = 1
+KNEE_SHARE: Final = 0.9
+# Reported where throughput never flattens (no cost per prefill token is known).
+MAX_KNEE_TOKENS: Final = 1 << 20
+
+
+class StepPrediction(NamedTuple):
+    """One step's prediction: seconds, and what each plane says of it."""
+
+    mean_s: float
+    upper_s: float
+    plane_s: tuple[float, float]
+
+
+class Envelope:
+    """Exported coefficients of two planes, for candidates in bulk (NumPy) and for one step
+    (floats).
+    """
+
+    def __init__(self, planes: Sequence[FloatArray]) -> None:
+        """Start from unscaled coefficients, one vector of shape (NUM_BASIS,) per plane."""
+        self._columns: FloatArray = np.zeros((NUM_BASIS, NUM_PLANES * NUM_PARTS))
+        self._planes: list[list[float]] = [[] for _ in range(NUM_PLANES)]
+        for index, coefficients in enumerate(planes):
+            self.set_plane(index, coefficients)
+
+    def set_plane(self, index: int, coefficients: FloatArray) -> None:
+        """Swap one plane's unscaled coefficients, shape (NUM_BASIS,)."""
+        start = index * NUM_PARTS
+        np.multiply(
+            coefficients[:, None], PART_MASKS, out=self._columns[:, start : start + NUM_PARTS]
+        )
+        self._planes[index] = coefficients.tolist()
+
+    def estimate(self, features: FloatArray, margins: Mapping[Regime, float]) -> LatencyEstimate:
+        """Return mean and upper seconds, shape (n,), for features of shape (n, NUM_FEATURES)."""
+        values = expand(features) @ self._columns
+        parts = np.maximum(values[:, :NUM_PARTS], values[:, NUM_PARTS:])
+        whole = parts[:, 0]
+        has_prefill = features[:, 0] > 0.0
+        is_mixed = has_prefill & (features[:, 1] > 0.0)
+        upper = np.maximum(
+            parts[:, 1] * (1.0 + margins[Regime.DECODE_ONLY]),
+            parts[:, 2] * (has_prefill * (1.0 + margins[Regime.PREFILL_ONLY])),
+        )
+        np.maximum(upper, whole * (1.0 + is_mixed * margins[Regime.MIXED]), out=upper)
+        return LatencyEstimate(whole, upper)
+
+    def predict_step(
+        self, features: StepFeatures, margins: Mapping[Regime, float]
+    ) -> StepPrediction:
+        """Return what `estimate` says of one step, without the cost of an array."""
+        prefill, decodes, context, past, squared = features
+        jump = 1.0 if prefill > 0.0 else 0.0
+        wholes = [0.0, 0.0]
+        decode_s = prefill_s = 0.0
+        for index, (
+            base,
+            jumps,
+            per_prefill,
+            per_decode,
+            per_context,
+            per_past,
+            per_square,
+        ) in enumerate(self._planes):
+            decode_part = decodes * per_decode + context * per_context
+            prefill_part = (
+                jump * jumps + prefill * per_prefill + past * per_past + squared * per_square
+            )
+            wholes[index] = base + decode_part + prefill_part
+            decode_s = max(decode_s, base + decode_part)
+            prefill_s = max(prefill_s, base + prefill_part)
+        mean_s = max(wholes)
+        upper_s = decode_s * (1.0 + margins[Regime.DECODE_ONLY])
+        if jump:
+            upper_s = max(upper_s, prefill_s * (1.0 + margins[Regime.PREFILL_ONLY]))
+            if decodes > 0.0:
+                upper_s = max(upper_s, mean_s * (1.0 + margins[Regime.MIXED]))
+        return StepPrediction(mean_s, max(upper_s, mean_s), (wholes[0], wholes[1]))
+
+    def marginals(self) -> MarginalCosts:
+        """Return marginal costs of a busy step: the plane with the dearer prefill token."""
+        busy = max(self._planes, key=lambda plane: plane[2])
+        floor_s = max(plane[0] for plane in self._planes)
+        return MarginalCosts(
+            prefill_token_s=busy[2],
+            decode_request_s=busy[3],
+            decode_context_token_s=busy[4],
+            floor_s=floor_s,
+            knee_tokens=self._knee_tokens(),
+        )
+
+    def _knee_tokens(self) -> int:
+        """Return the smallest chunk n on an idle engine whose rate n / L(n) is 90 % of the best
+        rate that there is.
+
+        Each plane says L(n) = c + a·n + s·n² (c: intercept and prefill jump; one chunk, no past).
+        Its rate is highest at n = √(c/s), where it is 1 / (a + 2√(cs)); without a square it tends
+        to 1/a. With r the smaller of the planes' best rates, n / L(n) >= 0.9 r is s·n² − B·n + c <=
+        0 with B = 1/(0.9 r) − a; its smaller root, written so that s = 0 needs no case of its own,
+        is 2c / (B + √(B² − 4sc)): 9·c/a for a plain line. The knee is the larger of the planes'
+        roots.
+        """
+        lines = [(plane[0] + plane[1], plane[2], plane[6]) for plane in self._planes]
+        slowest = max(a + 2.0 * math.sqrt(c * s) for c, a, s in lines)
+        if slowest <= 0.0:
+            return MAX_KNEE_TOKENS
+        knee = 1.0
+        for c, a, s in lines:
+            b = slowest / KNEE_SHARE - a
+            knee = max(knee, 2.0 * c / (b + math.sqrt(max(0.0, b * b - 4.0 * s * c))))
+        return min(MAX_KNEE_TOKENS, math.ceil(knee))

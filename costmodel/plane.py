@@ -1,0 +1,134 @@
+"""One plane of the cost model: recursive least squares in information form with non-negative
+coefficients.
+
+Owns the information matrix, the moment vector and the coefficients of one affine function. Must not
+know regimes, margins or which samples deserve to teach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from costmodel.basis import NUM_BASIS, SCALES
+from costmodel.features import FloatArray
+from costmodel.fields import SnapshotError, read_array
+from costmodel.nonneg import solve_nonnegative
+
+# An empty step costs at least this: keeps every prediction positive by a constraint on the
+# intercept.
+MIN_INTERCEPT_S = 1e-6
+# No scaled coefficient goes beyond this by rescaling; repeated one-sided shifts must not compound
+# without end.
+MAX_COEFFICIENT_S = 1e4
+# Keep 98 % of the information along the direction of each new sample. Because only that direction
+# is forgotten, the memory is about NUM_BASIS / (1 − 0.98) = 350 samples.
+FORGETTING = 0.98
+# Weight of the initial coefficients, in samples: they decide only where data says nothing.
+PRIOR_WEIGHT = 0.05
+_PROXIMAL = 1e-9
+_LOWER = np.zeros(NUM_BASIS)
+_LOWER[0] = MIN_INTERCEPT_S
+
+
+class NonNegativePlane:
+    """Coefficients of `latency = coefficients · basis`, learnt from relative errors.
+
+    Minimises Σ wᵢ (1 − x·φᵢ/yᵢ)² over x >= 0 (the intercept: >= 1 µs). A sample enters divided by
+    the latency predicted for it, so the squared error is relative and steps of 10 ms and of seconds
+    count alike.
+
+    Forgetting is directional (Cao and Schwartz, "A directional forgetting algorithm based on the
+    decomposition of the information matrix", Automatica 36, 2000): R ← R − (1 − λ) Rφφ'R / φ'Rφ +
+    φφ'. Information about work that the recent steps did not contain stays, so a long idle phase
+    cannot wash out the busy regime.
+    """
+
+    def __init__(self, coefficients: FloatArray) -> None:
+        """Start from scaled coefficients (seconds per scaled unit), shape (NUM_BASIS,), weakly
+        believed.
+        """
+        self._set(np.maximum(coefficients, _LOWER))
+        typical = np.maximum(self.coefficients, 0.05 * max(self.coefficients[0], 1e-3))
+        self._information: FloatArray = np.diag(PRIOR_WEIGHT / typical**2)
+        self._moment: FloatArray = self._information @ self.coefficients
+
+    def _set(self, coefficients: FloatArray) -> None:
+        self.coefficients: FloatArray = coefficients
+        self.physical: FloatArray = coefficients / SCALES
+
+    def learn(self, row: FloatArray, predicted_s: float, taught_s: float) -> None:
+        """Learn that a step with scaled basis `row` took `taught_s`; `predicted_s` sets the
+        relative weight.
+        """
+        direction = row / predicted_s
+        target = taught_s / predicted_s
+        seen = self._information @ direction
+        root = math.sqrt((1.0 - FORGETTING) / float(direction @ seen))
+        seen *= root
+        # The moment loses what the information loses, times the unconstrained solution R⁻¹m.
+        self._moment += direction * target - seen * (root * float(direction @ self._moment))
+        # Two products of a vector with itself: the matrix stays symmetric to the last bit.
+        self._information += np.multiply.outer(direction, direction)
+        self._information -= np.multiply.outer(seen, seen)
+        self._solve()
+
+    def believe(self, rows: FloatArray, latencies_s: FloatArray) -> None:
+        """Fit a batch at once: scaled rows (n, NUM_BASIS) and seconds (n,), on top of what is
+        known, nothing forgotten.
+        """
+        relative = rows / latencies_s[:, None]
+        self._information = self._information + relative.T @ relative
+        self._moment = self._moment + relative.sum(axis=0)
+        self._solve()
+
+    def discount(self, keep: float) -> None:
+        """Keep only the share `keep` of all information: the next samples count for more."""
+        self._information *= keep
+        self._moment *= keep
+
+    def rescale(self, factor: float) -> float:
+        """Multiply every coefficient: the same work now takes `factor` times as long. Return the
+        factor applied.
+        """
+        factor = min(factor, MAX_COEFFICIENT_S / float(self.coefficients.max()))
+        factor = max(factor, MIN_INTERCEPT_S / float(self.coefficients.max()))
+        # Past samples read φ/ŷ; in the new unit of time each is 1/factor of what it was.
+        self._information /= factor * factor
+        self._moment /= factor
+        self._set(np.maximum(self.coefficients * factor, _LOWER))
+        return factor
+
+    def _solve(self) -> None:
+        gram = self._information.copy()
+        # A proximal term towards the last solution: harmless where data decides, and the system is
+        # never singular.
+        pull = _PROXIMAL * float(gram.trace())
+        gram.flat[:: NUM_BASIS + 1] += pull
+        last = self.coefficients - _LOWER
+        moment = self._moment + pull * self.coefficients - gram[:, 0] * MIN_INTERCEPT_S
+        self._set(solve_nonnegative(gram, moment, last) + _LOWER)
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as JSON numbers."""
+        return {
+            "coefficients": self.coefficients.tolist(),
+            "information": self._information.tolist(),
+            "moment": self._moment.tolist(),
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], path: str) -> NonNegativePlane:
+        """Rebuild from `state()`; SnapshotError names the field below `path` that is wrong."""
+        coefficients = read_array(state, "coefficients", path, (NUM_BASIS,))
+        if (coefficients < _LOWER).any():
+            raise SnapshotError(f"{path}.coefficients", "a coefficient is below its bound")
+        plane = cls(coefficients)
+        plane._information = read_array(state, "information", path, (NUM_BASIS, NUM_BASIS))
+        plane._moment = read_array(state, "moment", path, (NUM_BASIS,))
+        if (plane._information != plane._information.T).any():
+            raise SnapshotError(f"{path}.information", "not symmetric")
+        return plane

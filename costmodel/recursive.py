@@ -1,0 +1,200 @@
+"""The online learner: two non-negative planes, screened samples, conformal margins, drift.
+
+Owns how the parts work together for one step. Must not read a clock, and must not hold a formula
+that a part owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality, RegimeQuality
+from costmodel.basis import expand_scaled
+from costmodel.drift import PageHinkley
+from costmodel.envelope import FLOOR_PLANE, NUM_PLANES, WORK_PLANE, Envelope
+from costmodel.features import FloatArray, Regime, StepFeatures
+from costmodel.fields import SnapshotError, read_count, read_mapping
+from costmodel.hygiene import RejectReason, Screen, check_sample
+from costmodel.margin import ConformalMargin
+from costmodel.plane import NonNegativePlane
+from costmodel.window import QualityWindow
+
+# A plane teaches where it is the larger one; the regime's own plane keeps a near tie, so that noise
+# does not pass samples to and fro between two planes that say the same.
+_TIE: Final = 0.98
+# After a change of speed one tenth of the information stays (a memory of some 35 samples), after a
+# drift alarm a quarter.
+_KEEP_AFTER_SHIFT: Final = 0.1
+_KEEP_AFTER_ALARM: Final = 0.25
+_REGIMES: Final = tuple(Regime)
+
+
+class RecursiveLeastSquares:
+    """A `CostModel` that learns from every step in tens of microseconds. Single writer.
+
+    `latency = max(floor plane, work plane)`, see `envelope`. Each sample teaches the plane that
+    predicted it. Margins, windows and drift detectors are per regime.
+    """
+
+    def __init__(self, planes: Sequence[NonNegativePlane]) -> None:
+        """Start from a floor plane and a work plane (see `prior`)."""
+        self._planes = list(planes)
+        self._envelope = Envelope([plane.physical for plane in planes])
+        self._screens = [Screen() for _ in range(NUM_PLANES)]
+        self._margins = {regime: ConformalMargin() for regime in _REGIMES}
+        self._shares = {regime: margin.margin for regime, margin in self._margins.items()}
+        self._windows = {regime: QualityWindow() for regime in _REGIMES}
+        self._window = QualityWindow()
+        self._drifts = {regime: PageHinkley() for regime in _REGIMES}
+        self._num_rejected: dict[str, int] = {}
+        self._version = 0
+        self._num_drift_alarms = 0
+
+    @property
+    def version(self) -> int:
+        """Updates of the coefficients so far."""
+        return self._version
+
+    @property
+    def num_drift_alarms(self) -> int:
+        """Changes that were noticed: Page–Hinkley alarms and runs of one-sided surprises (not those
+        of a cold start).
+        """
+        return self._num_drift_alarms
+
+    @property
+    def coefficients(self) -> tuple[tuple[float, ...], ...]:
+        """Coefficients per plane, seconds per unit, in the order of `basis.BASIS_NAMES`."""
+        return tuple(tuple(plane.physical.tolist()) for plane in self._planes)
+
+    def predict(self, features: FloatArray) -> LatencyEstimate:
+        """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES)."""
+        return self._envelope.estimate(features, self._shares)
+
+    def observe(self, features: StepFeatures, latency_s: float) -> bool:
+        """Learn from one executed step; False if the sample was refused, which is counted by
+        reason.
+        """
+        reason = check_sample(features, latency_s)
+        if reason is not None:
+            self.reject(reason)
+            return False
+        regime = features.regime
+        predicted = self._envelope.predict_step(features, self._shares)
+        ratio = latency_s / predicted.mean_s
+        is_covered = latency_s <= predicted.upper_s
+        index = self._plane_of(regime, predicted.plane_s)
+        verdict = self._screens[index].judge(ratio)
+        margin = self._margins[regime]
+        if verdict.taught_ratio is None:
+            # It broke its bound, or kept it, all the same: coverage counts every step that was
+            # promised.
+            margin.record_coverage(is_covered=is_covered)
+            self._windows[regime].record_coverage(is_covered=is_covered)
+            self._window.record_coverage(is_covered=is_covered)
+            self._shares[regime] = margin.margin
+            self.reject(RejectReason.OUTLIER)
+            return False
+
+        plane = self._planes[index]
+        believed_s = predicted.mean_s
+        if verdict.shift is not None:
+            believed_s *= plane.rescale(verdict.shift)
+            plane.discount(_KEEP_AFTER_SHIFT)
+            self._drifts[regime].reset()
+            if not verdict.is_cold:
+                self._alarm(margin)
+        elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
+            plane.discount(_KEEP_AFTER_ALARM)
+            self._alarm(margin)
+        plane.learn(expand_scaled(features), believed_s, believed_s * verdict.taught_ratio)
+        self._envelope.set_plane(index, plane.physical)
+        self._version += 1
+
+        margin.record(ratio - 1.0, is_covered=is_covered)
+        self._shares[regime] = margin.margin
+        error = abs(latency_s - predicted.mean_s) / latency_s
+        self._windows[regime].record(error, is_covered=is_covered)
+        self._window.record(error, is_covered=is_covered)
+        return True
+
+    def reject(self, reason: RejectReason) -> None:
+        """Count a sample that must not teach for a reason only the caller knows (warm-up, failed
+        step, capture).
+        """
+        self._num_rejected[reason] = self._num_rejected.get(reason, 0) + 1
+
+    def marginals(self) -> MarginalCosts:
+        """Return marginal costs under the current coefficients."""
+        return self._envelope.marginals()
+
+    def quality(self) -> ModelQuality:
+        """Return error and coverage over the recent past, and the model's version."""
+        return ModelQuality(
+            version=self._version,
+            num_observed=self._window.num_observed,
+            mape=self._window.mape,
+            coverage=self._window.coverage,
+            regimes=tuple(
+                RegimeQuality(
+                    regime=regime,
+                    num_observed=window.num_observed,
+                    mape=window.mape,
+                    coverage=window.coverage,
+                    margin=self._shares[regime],
+                )
+                for regime, window in self._windows.items()
+            ),
+            num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
+        )
+
+    def _plane_of(self, regime: Regime, plane_s: tuple[float, float]) -> int:
+        home = FLOOR_PLANE if regime is Regime.DECODE_ONLY else WORK_PLANE
+        other = 1 - home
+        return home if plane_s[home] >= _TIE * plane_s[other] else other
+
+    def _alarm(self, margin: ConformalMargin) -> None:
+        self._num_drift_alarms += 1
+        margin.widen()
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as JSON numbers (see `snapshot`)."""
+        return {
+            "version": self._version,
+            "num_drift_alarms": self._num_drift_alarms,
+            "num_rejected": {str(reason): count for reason, count in self._num_rejected.items()},
+            "planes": {str(i): plane.state() for i, plane in enumerate(self._planes)},
+            "screens": {str(i): screen.state() for i, screen in enumerate(self._screens)},
+            "margins": {str(regime): part.state() for regime, part in self._margins.items()},
+            "drifts": {str(regime): part.state() for regime, part in self._drifts.items()},
+            "windows": {str(regime): part.state() for regime, part in self._windows.items()},
+            "window": self._window.state(),
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], path: str = "state") -> RecursiveLeastSquares:
+        """Rebuild from `state()`; SnapshotError names the field that is wrong."""
+
+        def part(group: str, name: str) -> tuple[Mapping[str, Any], str]:
+            below = f"{path}.{group}"
+            return read_mapping(read_mapping(state, group, path), name, below), f"{below}.{name}"
+
+        indices = [str(index) for index in range(NUM_PLANES)]
+        model = cls([NonNegativePlane.restore(*part("planes", index)) for index in indices])
+        model._screens = [Screen.restore(*part("screens", index)) for index in indices]
+        for regime in _REGIMES:
+            margin = ConformalMargin.restore(*part("margins", regime))
+            model._margins[regime] = margin
+            model._shares[regime] = margin.margin
+            model._drifts[regime] = PageHinkley.restore(*part("drifts", regime))
+            model._windows[regime] = QualityWindow.restore(*part("windows", regime))
+        model._window = QualityWindow.restore(read_mapping(state, "window", path), f"{path}.window")
+        model._version = read_count(state, "version", path)
+        model._num_drift_alarms = read_count(state, "num_drift_alarms", path)
+        rejected = read_mapping(state, "num_rejected", path)
+        for reason in rejected:
+            if reason not in RejectReason.__members__.values():
+                raise SnapshotError(f"{path}.num_rejected.{reason}", "is not a known reason")
+            model._num_rejected[reason] = read_count(rejected, reason, f"{path}.num_rejected")
+        return model
