@@ -128,34 +128,43 @@ def _cell(spread: Spread | None, scale: float = 1.0, digits: int = 2, unit: str 
 def _label(row: Row) -> str:
     """Return the label, with the number of invalid rounds if there are any."""
     invalid = row.num_rounds - row.num_valid
-    return row.label if not invalid else f"{row.label} [INVALID: {invalid} of {row.num_rounds}]"
+    return row.label if not invalid else f"{row.label} (INVALID: {invalid} of {row.num_rounds})"
 
 
-def render_table(rows: Iterable[Row], title: str) -> Table:
-    """Return the table for a terminal; gaps and TTFT in milliseconds."""
+def render_table(rows: Sequence[Row], title: str) -> Table:
+    """Return the table for a terminal; gaps and TTFT in milliseconds.
+
+    Comparisons with the reference policy appear where it was measured.
+    """
+    has_reference = any(row.gap_vs_reference is not None for row in rows)
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for heading in (
+    headings = [
         "largest gap, ms",
         "normal gap, ms",
         "largest / normal",
         "long TTFT, ms",
         "tokens/s",
-        "gap vs static 128",
-        "TTFT vs static 128",
-    ):
+    ]
+    if has_reference:
+        headings += ["gap vs static 128", "TTFT vs static 128"]
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(
-            _label(row).replace("[", r"\["),  # brackets are markup to rich
+        cells = [
+            _label(row),
             _cell(row.largest_gap_s, 1000, 0),
             _cell(row.normal_gap_s, 1000, 0),
             _cell(row.gap_ratio, 1, 1, "×"),
             _cell(row.long_ttft_s, 1000, 0),
             _cell(row.tokens_per_second, 1, 1),
-            _cell(row.gap_vs_reference, 1, 2, "×"),
-            _cell(row.ttft_vs_reference, 1, 2, "×"),
-        )
+        ]
+        if has_reference:
+            cells += [
+                _cell(row.gap_vs_reference, 1, 2, "×"),
+                _cell(row.ttft_vs_reference, 1, 2, "×"),
+            ]
+        table.add_row(*cells)
     return table
 
 

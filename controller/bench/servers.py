@@ -23,6 +23,7 @@ STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 15
 
 Sleep = Callable[[float], Awaitable[None]]
+Spawn = Callable[..., subprocess.Popen[bytes]]
 
 
 class ServerError(RuntimeError):
@@ -97,13 +98,14 @@ async def wait_until_ready(
     has_ended: Callable[[], bool] = lambda: False,
     sleep: Sleep = asyncio.sleep,
 ) -> None:
-    """Poll `/ready` every `POLL_INTERVAL_S` until it answers 200.
+    """Poll `/ready` up to `max_polls` times, `POLL_INTERVAL_S` apart, until it answers 200.
 
-    ServerError after `max_polls` refusals, or as soon as `has_ended()` says that nobody will
-    answer any more.
+    ServerError if it never does, or as soon as `has_ended()` says that nobody will answer any more.
     """
     last = "no answer"
-    for _ in range(max_polls):
+    for poll_no in range(max_polls):
+        if poll_no > 0:
+            await sleep(POLL_INTERVAL_S)
         if has_ended():
             raise ServerError("the server ended before it was ready")
         try:
@@ -114,13 +116,15 @@ async def wait_until_ready(
             if response.status_code == httpx.codes.OK:
                 return
             last = f"HTTP {response.status_code} {response.text[:200]}"
-        await sleep(POLL_INTERVAL_S)
     raise ServerError(f"{http.base_url} is not ready: {last}")
 
 
 @contextlib.asynccontextmanager
 async def running_server(
-    command: Callable[[int, Path], list[str]], ready_timeout_s: float
+    command: Callable[[int, Path], list[str]],
+    ready_timeout_s: float,
+    *,
+    spawn: Spawn = subprocess.Popen,
 ) -> AsyncIterator[str]:
     """Run `command(port, database)` until it is ready, yield its base URL, end it afterwards.
 
@@ -132,7 +136,7 @@ async def running_server(
         log_path = Path(folder) / "server.log"
         with log_path.open("wb") as log:
             # Its own session: Ctrl-C reaches the benchmark, which then ends the server in order.
-            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own program; returns at once
+            process = spawn(
                 command(port, Path(folder) / "bench.db"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -57,9 +57,11 @@ def _violations(run: SpikeRun) -> Iterator[Violation]:
     for series in run.shorts:
         yield from _check_request(series, scenario.short_prompt_tokens, scenario.short_max_tokens)
     if run.long is None:
+        # Streams that ran to their full length were only too short; others broke off.
+        are_complete = all(series.finish_reason == "length" for series in run.shorts)
         yield Violation(
-            ViolationKind.NOT_DECODING,
-            "the long prompt was never sent: not every short request received"
+            ViolationKind.NOT_OUTLASTING if are_complete else ViolationKind.NOT_DECODING,
+            "the long prompt was never sent: a short request ended before each had received"
             f" {scenario.warm_tokens} tokens",
         )
         return

@@ -35,7 +35,8 @@ from engine.clock import MonotonicClock
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MODEL = "demo"
-NUM_READY_POLLS_RUNNING = 4
+PIPED_WIDTH = 160
+"""Columns of the table where no terminal sets them: a table in a log is read unwrapped."""
 
 app = typer.Typer(help="Measure a server over HTTP.", no_args_is_help=True)
 
@@ -156,10 +157,10 @@ def _running(url: str, model: str, api_key: str | None, rule: PromiseRule) -> Co
     @contextlib.asynccontextmanager
     async def open_client() -> AsyncIterator[LoadClient]:
         async with open_http(url, api_key) as http:
-            await wait_until_ready(http, max_polls=NUM_READY_POLLS_RUNNING)
+            await wait_until_ready(http, max_polls=1)
             yield LoadClient(http, MonotonicClock(), model)
 
-    return Contestant("running", f"server at {url}", rule, open_client)
+    return Contestant("running", "running server", rule, open_client)
 
 
 def _started(
@@ -218,6 +219,8 @@ def _print(session: SpikeSession, about: dict[str, Any], *, is_markdown: bool) -
         f" {scenario.long_prompt_tokens} tokens arrives"
     )
     console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
     if is_markdown:
         console.print(render_markdown(rows), markup=False, soft_wrap=True)
     else:
