@@ -37,7 +37,7 @@ class Detokenizer:
 
     Trailing U+FFFD are held back while they can still be a character whose bytes are spread over
     tokens, that is for at most `MAX_CHARACTER_TOKENS`; after that the bytes are really invalid
-    and are shown, the last one excepted, which a later byte may complete. `flush()` gives out
+    and are shown, the last three excepted, which a later byte may complete. `flush()` gives out
     what is held.
     """
 
@@ -65,25 +65,28 @@ class Detokenizer:
         """
         self._window.append(token_id)
         text = self._decode(self._window)
-        has_grown = text != self._text
+        has_changed = text != self._text
         self._text = text
-        if not text.endswith(REPLACEMENT):
+        num_trailing = len(text) - len(text.rstrip(REPLACEMENT))
+        if num_trailing == 0:
             piece = self._give(len(text))
-            self._num_pending = 0
-            if has_grown:
-                # Everything up to here is settled: only this token is needed as context for the
-                # next one.
-                self._restart(1)
+            if has_changed:
+                # Settled. The tokens of this piece stay as context, all of them: a tokenizer with
+                # byte fallback decodes neighbouring byte tokens only as a whole run.
+                self._restart(self._num_pending + 1)
             elif len(self._window) > MAX_WINDOW_TOKENS:
-                self._restart(NUM_CONTEXT_TOKENS)
+                # It adds nothing, now or later; the tokens with text are the better context.
+                self._window.pop()
+            self._num_pending = 0
             return piece
         self._num_pending += 1
-        if self._num_pending < MAX_CHARACTER_TOKENS:
-            return self._give(len(text.rstrip(REPLACEMENT)))
-        piece = self._give(len(text) - 1)
+        if self._num_pending >= MAX_CHARACTER_TOKENS:
+            num_trailing = min(num_trailing, MAX_CHARACTER_TOKENS - 1)
+        piece = self._give(len(text) - num_trailing)
         if len(self._window) > MAX_WINDOW_TOKENS:
+            num_held = len(self._text) - self._num_given
             self._restart(MAX_CHARACTER_TOKENS)
-            self._num_given = max(0, len(self._text) - 1)
+            self._num_given = max(0, len(self._text) - num_held)
         return piece
 
     def flush(self) -> str:
@@ -180,8 +183,10 @@ class StopMatcher:
         held = self._held
         first = len(held)
         for stop in self._stops:
-            for start in range(max(0, len(held) - len(stop) + 1), first):
+            start = held.find(stop[0], max(0, len(held) - len(stop) + 1), first)
+            while start >= 0:
                 if stop.startswith(held[start:]):
                     first = start
                     break
+                start = held.find(stop[0], start + 1, first)
         return first
