@@ -288,6 +288,8 @@ def _decode(cursor: str, keys: Sequence[Column[Any]]) -> list[Any]:
         or values[0] != keys[0].table.name
         or any(
             type(value) is not key.type.python_type
+            or (isinstance(value, int) and abs(value) >= 2**63)
+            or (isinstance(value, str) and "\x00" in value)
             for value, key in zip(values[1:], keys, strict=True)
         )
     ):
