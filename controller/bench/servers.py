@@ -21,6 +21,7 @@ import httpx
 POLL_INTERVAL_S = 0.25
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 15
+MAIN_WITHOUT_SCRIPT = "from controller.cli.main import main; main()"
 
 Sleep = Callable[[float], Awaitable[None]]
 Spawn = Callable[..., subprocess.Popen[bytes]]
@@ -64,8 +65,8 @@ def serve_command(
     """
     script = Path(sys.executable).with_name("paceline")
     program = str(script) if script.exists() else shutil.which("paceline")
-    # A checkout that was not installed has no script; the module is the same program.
-    head = [program] if program else [sys.executable, "-m", "controller.cli.main"]
+    # A checkout that was not installed has no script; this is what the script does.
+    head = [program] if program else [sys.executable, "-c", MAIN_WITHOUT_SCRIPT]
     return [
         *head,
         "serve",

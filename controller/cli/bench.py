@@ -92,7 +92,9 @@ def spike(
         int | None, typer.Option(help="Seed of the prompts. Default: new ones every time.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write everything measured as JSON.")] = None,
-    markdown: Annotated[bool, typer.Option(help="Print the ratios as a Markdown table.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the ratios as a Markdown table.")
+    ] = False,
 ) -> None:
     """Seven short requests decode, one long prompt arrives: who notices, and how much?"""
     if serve is not None and url is not None:
@@ -114,7 +116,7 @@ def spike(
         contestants = [_running(url or DEFAULT_URL, model, api_key, rule)]
     else:
         contestants = [
-            _started(key, serve, serve_option or [], rule, ready_timeout)
+            _started(key, serve, api_key, serve_option or [], rule, ready_timeout)
             for key in _chosen_configs(config)
         ]
     # A fixed seed would meet its own prompts in the prefix cache of a server that keeps running.
@@ -164,7 +166,12 @@ def _running(url: str, model: str, api_key: str | None, rule: PromiseRule) -> Co
 
 
 def _started(
-    key: str, model: str, extra: list[str], rule: PromiseRule, ready_timeout_s: float
+    key: str,
+    model: str,
+    api_key: str | None,
+    extra: list[str],
+    rule: PromiseRule,
+    ready_timeout_s: float,
 ) -> Contestant:
     """Return a server that is started for each of its spikes and ended afterwards."""
     config: ServerConfig = SERVER_CONFIGS[key]
@@ -176,7 +183,7 @@ def _started(
 
         async with (
             running_server(command, ready_timeout_s) as base_url,
-            open_http(base_url) as http,
+            open_http(base_url, api_key) as http,
         ):
             yield LoadClient(http, MonotonicClock(), model)
 

@@ -102,7 +102,8 @@ def test_a_child_is_ended_when_the_measurement_is_over() -> None:
     read_fd, write_fd = os.pipe()
 
     def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        child: subprocess.Popen[bytes] = subprocess.Popen(*args, **kwargs, pass_fds=(write_fd,))
+        kwargs["pass_fds"] = (write_fd,)
+        child: subprocess.Popen[bytes] = subprocess.Popen(*args, **kwargs)
         os.read(read_fd, 9)  # blocks until the child listens
         children.append(child)
         return child
