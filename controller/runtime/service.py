@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controller.policy.slo import Promise, Slo, SloClass
@@ -67,6 +67,7 @@ class Service:
         terms: PromiseTerms,
         *,
         run_id: str,
+        on_abort: Callable[[tuple[Request, ...]], None],
         stuck_after_s: float = 120.0,
     ) -> None:
         self._loop = loop
@@ -76,12 +77,14 @@ class Service:
         self._tokenizer = tokenizer
         self._terms = terms
         self._run_id = run_id
+        self._on_abort = on_abort
         self._stuck_after_s = stuck_after_s
         self._numbers = itertools.count(1)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_draining = False
         self._is_stopping = False
+        self._abort_lock = threading.Lock()
         self._fatal: str | None = None
         self._last_progress_at = clock.now()
 
@@ -115,7 +118,10 @@ class Service:
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Hand a request to the loop and return its stream; never blocks. KeyError: unknown class."""
+        """Hand a request to the loop and return its stream; never blocks.
+
+        KeyError on a class that the settings do not know.
+        """
         request_id = f"{self._run_id}-{next(self._numbers)}"
         promise = self._terms.promise(request)
         stream = Stream(request_id, asyncio.get_running_loop(), self._end)
@@ -132,7 +138,7 @@ class Service:
         )
         if self._fatal is not None:
             # The loop's thread is gone: nobody else will end what was just handed in.
-            self._hub.end_all(self._loop.abort(self._fatal))
+            self._abort()
         self._wake.set()
         return stream
 
@@ -187,4 +193,11 @@ class Service:
             logger.exception("the engine stopped")
             self._fatal = f"{type(error).__name__}: {error}"
         if self._fatal is not None:
-            self._hub.end_all(self._loop.abort(self._fatal))
+            self._abort()
+
+    def _abort(self) -> None:
+        """End whatever is left after a fatal error; any thread, since the loop's is gone by then."""
+        with self._abort_lock:
+            ended = self._loop.abort(self._fatal or "the engine stopped")
+        self._hub.end_all(ended)
+        self._on_abort(ended)

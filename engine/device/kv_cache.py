@@ -64,3 +64,11 @@ def num_blocks_within(
     """Return how many blocks of `block_size` tokens fit into `num_bytes` over all layers."""
     per_token = sum(layer.num_bytes_per_token(dtype) for layer in layers)
     return num_bytes // (per_token * block_size)
+
+
+def default_kv_bytes(device: torch.device) -> int:
+    """Return a pool size in bytes: 1 GiB on CPU, 70 % of what is free on a CUDA device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.7)
+    return 1 << 30

@@ -1,0 +1,128 @@
+"""`paceline serve MODEL`: settings, start-up, banner, status line, shutdown.
+
+Owns the life of the server process. Exit codes: 0 after a clean stop, 2 if it cannot start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import typing
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controller.cli.options import with_settings
+from controller.cli.progress import StartupProgress
+from controller.config import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from controller.runtime.wiring import Runtime
+
+EXIT_CANNOT_START = 2
+_STATUS_INTERVAL_S = 10.0
+
+
+@with_settings
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="`demo`, a local directory or a hub id in safetensors.", show_default="demo"
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with settings [default: paceline.toml if it is there]",
+            show_default=False,
+        ),
+    ] = None,
+    print_settings: Annotated[
+        bool, typer.Option("--print-settings", help="Print the effective settings and exit.")
+    ] = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Serve a model over OpenAI-compatible HTTP, keeping each request's latency targets."""
+    if model is not None:
+        flags["model"] = model
+    try:
+        settings = load_settings(flags, config)
+    except SettingsError as error:
+        _fail(str(error))
+    if print_settings:
+        typer.echo(json.dumps(settings.to_json(), indent=2))
+        return
+    listener = _listen(settings)
+    # Heavy imports (torch, transformers) come after the settings are known to be sound.
+    from controller.runtime.wiring import StartupError, build_runtime
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        with StartupProgress() as progress:
+            runtime = build_runtime(settings, progress)
+    except StartupError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted while loading")
+    try:
+        asyncio.run(_serve(runtime, listener))
+    finally:
+        runtime.close()
+        print("paceline: stopped", flush=True)
+
+
+def _fail(message: str) -> typing.NoReturn:
+    print(f"paceline: error: {message}", file=sys.stderr, flush=True)
+    raise typer.Exit(EXIT_CANNOT_START)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Bind before loading anything: a taken port should not cost a minute."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        _fail(
+            f"port {settings.port} on {settings.host}: {error.strerror};"
+            " choose another with --port, or --port 0 for any"
+        )
+    return listener
+
+
+async def _serve(runtime: Runtime, listener: socket.socket) -> None:
+    import uvicorn
+
+    from controller.api.app import create_app
+
+    service, settings = runtime.service, runtime.settings
+    app = create_app(service)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            service.drain()
+            super().handle_exit(sig, frame)
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    print(banner(runtime, f"http://{host}:{port}"), flush=True)
+    status = asyncio.create_task(_report_status(runtime))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        status.cancel()

@@ -1,0 +1,211 @@
+"""Wiring: the one place that chooses concrete classes and hands them to each other.
+
+Owns the order of start-up and shutdown. Must not parse flags or speak HTTP.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from controller.config import Settings
+from controller.policy.baselines import StaticPlanner
+from controller.policy.lengths import OutputLengths
+from controller.policy.planner import SloPlanner
+from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
+from controller.runtime.generation import ServedModel
+from controller.runtime.metrics import Metrics
+from controller.runtime.service import PromiseTerms, Service
+from controller.runtime.streams import StreamHub
+from controller.runtime.warmup import run_sweep
+from costmodel.prior import SweepShape, fit_prior, flat_prior, sweep_plan
+from costmodel.recursive import RecursiveLeastSquares
+from engine.blocks import BlockPool
+from engine.clock import MonotonicClock
+from engine.config import EngineConfig
+from engine.loop import EngineLoop
+from engine.ports import Planner, StepListener
+from store.errors import StoreError
+from store.records import RunRecord
+from store.schema import migrate
+from store.writer import TelemetryWriter
+
+if TYPE_CHECKING:
+    from engine.device.loading import LoadedEngine
+
+Progress = Callable[[int, int, str], None]
+"""Called with (steps done, steps in all, what comes next)."""
+
+# Long enough to tell the coefficients apart, short enough to start a server in seconds on a CPU.
+_LONGEST_WARMUP_CHUNK = 512
+_LONGEST_WARMUP_CONTEXT = 2048
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one line that says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A wired server without its doors. `close` ends it in order."""
+
+    settings: Settings
+    service: Service
+    engine: LoadedEngine
+    engine_config: EngineConfig
+    cost_model: RecursiveLeastSquares
+    metrics: Metrics
+    writer: TelemetryWriter
+    warmup_steps: int
+
+    def close(self) -> None:
+        """Drain and stop the loop, then flush telemetry; the database is closed last."""
+        self.service.stop(self.settings.drain_timeout_s)
+        self.writer.close()
+
+
+def build_runtime(settings: Settings, progress: Progress) -> Runtime:
+    """Load, warm up and wire everything; the loop's thread is started. StartupError says why not.
+
+    The database comes first: a wrong URL should not cost the loading of a model.
+    """
+    try:
+        migrate(settings.db)
+    except StoreError as error:
+        raise StartupError(f"--db: {error}") from error
+    engine = _load(settings, progress)
+    clock = MonotonicClock()
+    config = _engine_config(settings, engine)
+    cost_model, warmup_steps = _cost_model(settings, engine, config, clock, progress)
+    output_lengths = OutputLengths()
+    planner = _planner(settings, cost_model, output_lengths)
+    run = RunRecord(
+        run_id=uuid.uuid4().hex[:12],
+        started_at=clock.epoch_ms(),
+        model=settings.model_name,
+        device=engine.device_name,
+        attention_backend=engine.attention_backend,
+        policy=settings.policy,
+        code_version=metadata.version("paceline"),
+        settings=settings.to_json(),
+    )
+    try:
+        writer = TelemetryWriter.open(settings.db, run, clock)
+    except StoreError as error:
+        raise StartupError(f"--db: {error}") from error
+    metrics = Metrics()
+    hub = StreamHub()
+    feed = TelemetryFeed(writer.offer, clock, run.run_id)
+    # The order matters: promises are judged by what streams report, streams go before whoever
+    # merely watches.
+    listeners: tuple[StepListener, ...] = (
+        PromiseKeeper(),
+        hub,
+        Teacher(cost_model, output_lengths),
+        feed,
+        metrics,
+    )
+    loop = EngineLoop(
+        planner,
+        engine.runner,
+        BlockPool(engine.num_blocks, engine.block_size),
+        config,
+        clock,
+        listeners,
+    )
+    service = Service(
+        loop,
+        hub,
+        clock,
+        ServedModel(
+            name=settings.model_name,
+            source=settings.model,
+            created_at=clock.epoch_ms() // 1000,
+            max_model_len=engine.max_model_len,
+            num_pool_tokens=config.num_pool_tokens,
+            eos_token_ids=engine.eos_token_ids,
+            has_chat_template=engine.tokenizer.has_chat_template,
+        ),
+        engine.tokenizer,
+        PromiseTerms(settings.slo_classes, settings.default_slo_class),
+        run_id=run.run_id,
+        on_abort=feed.record_endings,
+    )
+    writer.start()
+    service.start()
+    return Runtime(settings, service, engine, config, cost_model, metrics, writer, warmup_steps)
+
+
+def _load(settings: Settings, progress: Progress) -> LoadedEngine:
+    # Imported here: only a server needs torch, and importing it costs seconds.
+    from engine.device.loading import DeviceOptions, load_engine
+    from engine.device.model import ModelLoadError
+
+    template = settings.chat_template
+    options = DeviceOptions(
+        dtype=settings.dtype,
+        device=settings.device,
+        attention_backend=settings.attention_backend,
+        block_size=settings.block_size,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        max_model_len=settings.max_model_len,
+        chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        seed=settings.seed,
+    )
+    try:
+        return load_engine(settings.model, options, progress)
+    except ModelLoadError as error:
+        raise StartupError(str(error)) from error
+
+
+def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
+    try:
+        return EngineConfig(
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.effective_max_num_batched_tokens,
+            max_waiting_requests=settings.max_waiting_requests,
+        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _cost_model(
+    settings: Settings,
+    engine: LoadedEngine,
+    config: EngineConfig,
+    clock: MonotonicClock,
+    progress: Progress,
+) -> tuple[RecursiveLeastSquares, int]:
+    """Return a model whose prior is a timed sweep of this engine, and the sweep's length."""
+    if not settings.is_warmup_enabled:
+        return flat_prior(), 0
+    shapes = sweep_plan(
+        min(config.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
+        config.max_num_seqs,
+        min(config.max_model_len, _LONGEST_WARMUP_CONTEXT),
+    )
+    counted = _count(shapes, progress)
+    samples = run_sweep(engine.runner, config, clock, counted)
+    return fit_prior(samples), len(samples)
+
+
+def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepShape]:
+    for index, shape in enumerate(shapes):
+        progress(index, len(shapes), "timing warm-up steps")
+        yield shape
+    progress(len(shapes), len(shapes), "done")
+
+
+def _planner(
+    settings: Settings, cost_model: RecursiveLeastSquares, output_lengths: OutputLengths
+) -> Planner:
+    if settings.policy == "slo":
+        return SloPlanner(settings.planner, cost_model, output_lengths, lambda: cost_model.version)
+    budget = settings.effective_max_num_batched_tokens if settings.policy == "static" else None
+    return StaticPlanner(budget, settings.planner, output_lengths)

@@ -1,0 +1,168 @@
+"""Greedy output equals `transformers.generate`, token by token, under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.request import FinishReason
+
+pytestmark = pytest.mark.device
+
+CHUNKS = [1, 2, 3, 7, 16, 17, 64, None]
+LENGTHS = [1, 2, 5, 16, 17, 33, 70]
+NUM_NEW = 12
+# A margin below this between the two best logits in float64 counts as a tie: the winner is then an
+# accident of summation order, not something an engine can be held to.
+TIE = 1e-7
+
+
+def generate(reference: Any, prompt: list[int], num_new: int) -> tuple[list[int], int]:
+    """Return transformers' greedy continuation and how many of its choices were ties."""
+    output = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.stack(output.logits).topk(2, dim=-1).values
+    num_ties = int((best[..., 0] - best[..., 1] < TIE).sum())
+    return output.sequences[0, len(prompt) :].tolist(), num_ties
+
+
+@pytest.fixture(scope="session")
+def expected(
+    tiny: Any, make_prompt: Callable[..., list[int]]
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Prompt and greedy continuation by prompt length; ties are counted and must be none."""
+    table = {}
+    num_ties = 0
+    for length in LENGTHS:
+        prompt = make_prompt(length, length)
+        tokens, ties = generate(tiny.reference, prompt, NUM_NEW)
+        num_ties += ties
+        table[length] = (prompt, tokens)
+    print(  # noqa: T201 - the report of ties that a reader of -s sees
+        f"{type(tiny.reference).__name__}: {num_ties} ties in {len(LENGTHS) * NUM_NEW} choices"
+    )
+    assert num_ties == 0
+    # A model that repeats one token would make every comparison below trivial.
+    assert len({token for _, tokens in table.values() for token in tokens}) > 10
+    return table
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_alone(
+    tiny: Any, expected: Any, make_engine: Any, make_request: Any, chunk: int | None
+) -> None:
+    for length, (prompt, tokens) in expected.items():
+        engine = make_engine(tiny.served, chunk)
+        request = make_request(f"r{length}", prompt, NUM_NEW)
+        engine.run([request])
+        assert request.output_token_ids == tokens, f"prompt of {length} tokens"
+        assert request.finish_reason is FinishReason.LENGTH
+        assert engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize("gap_steps", [0, 1, 3])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_mixed_with_running_decodes(
+    tiny: Any, expected: Any, make_engine: Any, make_request: Any, chunk: int | None, gap_steps: int
+) -> None:
+    engine = make_engine(tiny.served, chunk)
+    requests = [
+        make_request(f"r{length}", prompt, NUM_NEW) for length, (prompt, _) in expected.items()
+    ]
+    engine.run(requests, gap_steps)
+    for request, (_, tokens) in zip(requests, expected.values(), strict=True):
+        assert request.output_token_ids == tokens, request.request_id
+    # The schedule must really have mixed chunks of several prompts and decodes in one forward.
+    kinds = [{work.kind for work in r.plan.work} for r in engine.recorder.reports]
+    chunks = [r.plan.num_prefill_tokens for r in engine.recorder.reports]
+    assert max(chunks) > 1
+    if gap_steps:
+        assert any(len(kind) == 2 for kind in kinds)
+    assert engine.pool.num_used == 0
+
+
+def test_one_forward_per_step_and_logits_only_where_sampled(
+    tiny: Any, expected: Any, make_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    shapes: list[tuple[int, int]] = []
+    served = tiny.served
+    original = type(served).logits
+
+    def counting(self: Any, ids: Any, positions: Any, rows: Any, context: Any) -> torch.Tensor:
+        logits: torch.Tensor = original(self, ids, positions, rows, context)
+        shapes.append((ids.shape[1], logits.shape[0]))
+        return logits
+
+    monkeypatch.setattr(type(served), "logits", counting)
+    engine = make_engine(served, 5)
+    requests = [make_request(f"r{n}", expected[n][0], 4) for n in (17, 33, 2)]
+    engine.run(requests, gap_steps=2)
+    reports = [r for r in engine.recorder.reports if r.is_executed]
+    assert len(shapes) == len(reports)
+    for (num_tokens, num_rows), report in zip(shapes, reports, strict=True):
+        assert num_tokens == report.plan.num_prefill_tokens + report.plan.num_decode_tokens
+        assert num_rows == len(report.tokens)
+
+
+def test_no_mask_spans_the_packed_batch(
+    tiny: Any, expected: Any, make_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    from engine.device.attention import reference
+
+    cells: list[int] = []
+    original = reference._build_group
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        group = original(*args, **kwargs)
+        cells.append(group.mask.numel())
+        return group
+
+    monkeypatch.setattr(reference, "_build_group", counting)
+    engine = make_engine(tiny.served, None)
+    engine.run([make_request(f"r{i}", expected[70][0], 1) for i in range(8)])
+    # Eight prompts of 70 packed: 8·70² cells at most (and the same again for another window), where
+    # a mask over the packed batch would need (8·70)² each.
+    assert sum(cells) <= 2 * 8 * 70 * 70
+
+
+def test_a_preempted_request_continues_as_if_undisturbed(
+    tiny: Any, expected: Any, make_engine: Any, make_request: Any
+) -> None:
+    from dataclasses import replace
+
+    from engine.step import StepPlan
+
+    class Preempting:
+        """Preempts `victim` once, at the given step, by a planner that otherwise runs everyone."""
+
+        def __init__(self, inner: Any, step_no: int) -> None:
+            self.inner, self.step_no = inner, step_no
+
+        def plan(self, view: Any) -> StepPlan:
+            plan: StepPlan = self.inner.plan(view)
+            running = {request.request_id for request in view.running}
+            if view.step_no == self.step_no and "victim" in running:
+                work = tuple(item for item in plan.work if item.request_id != "victim")
+                return replace(plan, work=work, preemptions=("victim",))
+            return plan
+
+    num_preempted = 0
+    for step_no in range(2, 20):
+        engine = make_engine(tiny.served, 7)
+        engine.loop._planner = Preempting(engine.loop._planner, step_no)
+        victim = make_request("victim", expected[33][0], NUM_NEW)
+        other = make_request("other", expected[17][0], NUM_NEW)
+        engine.run([victim, other])
+        assert victim.output_token_ids == expected[33][1]
+        assert other.output_token_ids == expected[17][1]
+        num_preempted += victim.num_preemptions
+    assert num_preempted >= 14
