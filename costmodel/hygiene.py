@@ -88,6 +88,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.num_accepted = 0
+        self.is_on_trial = False
         self._size = _START_SIZE
         self._run: list[float] = []
 
@@ -113,13 +114,17 @@ class Screen:
         if low <= ratio <= high:
             self._run.clear()
             self.num_accepted += 1
+            self.is_on_trial = False
             return Verdict(ratio)
         if self._run and (self._run[-1] > 1.0) != (ratio > 1.0):
             self._run.clear()
         self._run.append(ratio)
         is_cold = self.num_accepted < COLD_SAMPLES
         if len(self._run) >= (COLD_SHIFT_RUN if is_cold else SHIFT_RUN):
-            shift = min(_MAX_SHIFT, max(1.0 / _MAX_SHIFT, statistics.median(self._run)))
+            # The newest ones: the surprises before them have taught a little each, and have moved
+            # the belief.
+            factor = statistics.median(self._run[-COLD_SHIFT_RUN:])
+            shift = min(_MAX_SHIFT, max(1.0 / _MAX_SHIFT, factor))
             self._run.clear()
             self.num_accepted += 1
             return Verdict(min(high, max(low, ratio / shift)), shift, is_cold)
@@ -128,15 +133,29 @@ class Screen:
         self.num_accepted += 1
         return Verdict(min(high, max(low, ratio)))
 
+    def put_on_trial(self) -> None:
+        """Start counting surprises anew: the belief was moved by what another screen saw.
+
+        On trial until a sample is no surprise.
+        """
+        self.is_on_trial = True
+        self._run.clear()
+
     def state(self) -> dict[str, Any]:
         """Return the whole state as JSON numbers."""
-        return {"num_accepted": self.num_accepted, "size": self._size, "run": list(self._run)}
+        return {
+            "num_accepted": self.num_accepted,
+            "is_on_trial": int(self.is_on_trial),
+            "size": self._size,
+            "run": list(self._run),
+        }
 
     @classmethod
     def restore(cls, state: Mapping[str, Any], path: str) -> Screen:
         """Rebuild from `state()`; SnapshotError names the field below `path` that is wrong."""
         screen = cls()
         screen.num_accepted = read_count(state, "num_accepted", path)
+        screen.is_on_trial = read_number(state, "is_on_trial", path, 0.0, 1.0) == 1.0
         screen._size = read_number(state, "size", path, _MIN_SIZE, _MAX_SIZE)
         screen._run = read_numbers(state, "run", path, SHIFT_RUN)
         return screen

@@ -14,7 +14,7 @@ from costmodel.basis import expand_scaled
 from costmodel.drift import PageHinkley
 from costmodel.envelope import FLOOR_PLANE, NUM_PLANES, WORK_PLANE, Envelope
 from costmodel.features import FloatArray, Regime, StepFeatures
-from costmodel.fields import SnapshotError, read_count, read_mapping
+from costmodel.fields import SnapshotError, read_array, read_count, read_mapping
 from costmodel.hygiene import RejectReason, Screen, check_sample
 from costmodel.margin import ConformalMargin
 from costmodel.plane import NonNegativePlane
@@ -27,6 +27,10 @@ _TIE: Final = 0.98
 # drift alarm a quarter.
 _KEEP_AFTER_SHIFT: Final = 0.1
 _KEEP_AFTER_ALARM: Final = 0.25
+# A plane that is the larger one in less than a fifth of its own regimes' steps is asleep
+# (exponential mean).
+_AWAKE_SHARE: Final = 0.2
+_AWAKE_STEP: Final = 0.02
 _REGIMES: Final = tuple(Regime)
 
 
@@ -37,10 +41,13 @@ class RecursiveLeastSquares:
     predicted it. Margins, windows and drift detectors are per regime.
     """
 
+    kind: Final = "recursive_least_squares"
+
     def __init__(self, planes: Sequence[NonNegativePlane]) -> None:
         """Start from a floor plane and a work plane (see `prior`)."""
         self._planes = list(planes)
         self._envelope = Envelope([plane.physical for plane in planes])
+        self._presence = [0.5] * NUM_PLANES
         self._screens = [Screen() for _ in range(NUM_PLANES)]
         self._margins = {regime: ConformalMargin() for regime in _REGIMES}
         self._shares = {regime: margin.margin for regime, margin in self._margins.items()}
@@ -84,7 +91,9 @@ class RecursiveLeastSquares:
         predicted = self._envelope.predict_step(features, self._shares)
         ratio = latency_s / predicted.mean_s
         is_covered = latency_s <= predicted.upper_s
-        index = self._plane_of(regime, predicted.plane_s)
+        home = FLOOR_PLANE if regime is Regime.DECODE_ONLY else WORK_PLANE
+        index = home if predicted.plane_s[home] >= _TIE * max(predicted.plane_s) else 1 - home
+        self._presence[home] += _AWAKE_STEP * ((index == home) - self._presence[home])
         verdict = self._screens[index].judge(ratio)
         margin = self._margins[regime]
         if verdict.taught_ratio is None:
@@ -100,16 +109,21 @@ class RecursiveLeastSquares:
         plane = self._planes[index]
         believed_s = predicted.mean_s
         if verdict.shift is not None:
-            believed_s *= plane.rescale(verdict.shift)
-            plane.discount(_KEEP_AFTER_SHIFT)
+            believed_s *= self._shift(index, verdict.shift)
             self._drifts[regime].reset()
             if not verdict.is_cold:
                 self._alarm(margin)
         elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
             plane.discount(_KEEP_AFTER_ALARM)
             self._alarm(margin)
-        plane.learn(expand_scaled(features), believed_s, believed_s * verdict.taught_ratio)
+        row = expand_scaled(features)
+        plane.learn(row, believed_s, believed_s * verdict.taught_ratio)
         self._envelope.set_plane(index, plane.physical)
+        if index != home and self._presence[home] < _AWAKE_SHARE:
+            # A plane that is nowhere the larger one would never learn again. It wakes up by what
+            # happens in its own regimes, and where one plane is enough the two come to agree there.
+            self._planes[home].learn(row, believed_s, believed_s * verdict.taught_ratio)
+            self._envelope.set_plane(home, self._planes[home].physical)
         self._version += 1
 
         margin.record(ratio - 1.0, is_covered=is_covered)
@@ -149,10 +163,24 @@ class RecursiveLeastSquares:
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
         )
 
-    def _plane_of(self, regime: Regime, plane_s: tuple[float, float]) -> int:
-        home = FLOOR_PLANE if regime is Regime.DECODE_ONLY else WORK_PLANE
-        other = 1 - home
-        return home if plane_s[home] >= _TIE * plane_s[other] else other
+    def _shift(self, index: int, factor: float) -> float:
+        """Rescale plane `index` after a change of speed, and the other one along with it.
+
+        Machines slow down as a whole more often than for one kind of work, and a plane left behind
+        would lose its samples to the one that moved. Where the guess is wrong, the plane that was
+        dragged along sees its own run of surprises and returns alone: the two never drive each
+        other to and fro.
+        """
+        applied = self._planes[index].rescale(factor)
+        self._planes[index].discount(_KEEP_AFTER_SHIFT)
+        other = 1 - index
+        if not self._screens[index].is_on_trial:
+            self._planes[other].rescale(applied)
+            self._planes[other].discount(_KEEP_AFTER_SHIFT)
+            self._screens[other].put_on_trial()
+            self._envelope.set_plane(other, self._planes[other].physical)
+        self._screens[index].is_on_trial = False
+        return applied
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1
@@ -164,6 +192,7 @@ class RecursiveLeastSquares:
             "version": self._version,
             "num_drift_alarms": self._num_drift_alarms,
             "num_rejected": {str(reason): count for reason, count in self._num_rejected.items()},
+            "presence": list(self._presence),
             "planes": {str(i): plane.state() for i, plane in enumerate(self._planes)},
             "screens": {str(i): screen.state() for i, screen in enumerate(self._screens)},
             "margins": {str(regime): part.state() for regime, part in self._margins.items()},
@@ -182,6 +211,10 @@ class RecursiveLeastSquares:
 
         indices = [str(index) for index in range(NUM_PLANES)]
         model = cls([NonNegativePlane.restore(*part("planes", index)) for index in indices])
+        presence = read_array(state, "presence", path, (NUM_PLANES,))
+        if ((presence < 0.0) | (presence > 1.0)).any():
+            raise SnapshotError(f"{path}.presence", "must be shares in [0, 1]")
+        model._presence = presence.tolist()
         model._screens = [Screen.restore(*part("screens", index)) for index in indices]
         for regime in _REGIMES:
             margin = ConformalMargin.restore(*part("margins", regime))

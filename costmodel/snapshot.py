@@ -5,15 +5,33 @@ Owns the document around a model's state: format, key and kind. Must not touch a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from costmodel.base import CostModel
 from costmodel.fields import SnapshotError, read_mapping
 from costmodel.recursive import RecursiveLeastSquares
 
 SNAPSHOT_FORMAT: Final = 1
-RECURSIVE_KIND: Final = "recursive_least_squares"
+
+
+class StoredModel(CostModel, Protocol):
+    """A cost model whose whole state is JSON numbers."""
+
+    @property
+    def kind(self) -> str:
+        """The learner's name in a snapshot."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as JSON numbers."""
+        ...
+
+
+_KINDS: Final[dict[str, Callable[[Mapping[str, Any], str], StoredModel]]] = {
+    RecursiveLeastSquares.kind: RecursiveLeastSquares.restore,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +46,31 @@ class SnapshotKey:
     engine_version: str
 
 
-def dump_model(model: RecursiveLeastSquares, key: SnapshotKey) -> dict[str, Any]:
-    """Return a document that `json.dumps(..., allow_nan=False)` takes, holding the model's whole
-    state.
-    """
+def dump_model(model: StoredModel, key: SnapshotKey) -> dict[str, Any]:
+    """Return a document for `json.dumps(..., allow_nan=False)`, holding the model's whole state."""
     return {
         "format": SNAPSHOT_FORMAT,
-        "kind": RECURSIVE_KIND,
+        "kind": model.kind,
         "key": asdict(key),
         "state": model.state(),
     }
 
 
-def load_model(document: Mapping[str, Any], key: SnapshotKey) -> RecursiveLeastSquares:
-    """Rebuild a model from `dump_model`'s document; the next prediction and update are those of the
-    original.
+def load_model(document: Mapping[str, Any], key: SnapshotKey) -> StoredModel:
+    """Rebuild a model from `dump_model`'s document: the same predictions, and the same future.
 
-    SnapshotError names the field: another format or kind, a key that differs, a number that is
-    missing, not finite or out of its range.
+    SnapshotError names the field: another format, an unknown kind, a key that differs, a number
+    that is missing, not finite or out of its range.
     """
-    for name, expected in (("format", SNAPSHOT_FORMAT), ("kind", RECURSIVE_KIND)):
-        if document.get(name) != expected:
-            raise SnapshotError(name, f"must be {expected!r}, got {document.get(name)!r}")
+    if document.get("format") != SNAPSHOT_FORMAT:
+        problem = f"must be {SNAPSHOT_FORMAT}, got {document.get('format')!r}"
+        raise SnapshotError("format", problem)
     stored = read_mapping(document, "key", "snapshot")
     for name, value in asdict(key).items():
         if stored.get(name) != value:
-            raise SnapshotError(
-                f"key.{name}", f"is {stored.get(name)!r}, this engine's is {value!r}"
-            )
-    return RecursiveLeastSquares.restore(read_mapping(document, "state", "snapshot"))
+            problem = f"is {stored.get(name)!r}, this engine's is {value!r}"
+            raise SnapshotError(f"key.{name}", problem)
+    kind = document.get("kind")
+    if kind not in _KINDS:
+        raise SnapshotError("kind", f"must be one of {sorted(_KINDS)}, got {kind!r}")
+    return _KINDS[kind](read_mapping(document, "state", "snapshot"), "state")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.fields import SnapshotError, read_count, read_numbers
+from costmodel.fields import SnapshotError, read_count, read_number, read_numbers
 
 WINDOW_STEPS: Final = 500
 
@@ -59,6 +59,8 @@ class QualityWindow:
         return {
             "num_observed": self.num_observed,
             "errors": list(self._errors),
+            # As it is, rounding included: a restored window must not differ in its last bit.
+            "error_sum": self._error_sum,
             "covered": [int(covered) for covered in self._covered],
         }
 
@@ -68,7 +70,7 @@ class QualityWindow:
         window = cls()
         window.num_observed = read_count(state, "num_observed", path)
         window._errors.extend(read_numbers(state, "errors", path, WINDOW_STEPS))
-        window._error_sum = sum(window._errors)
+        window._error_sum = read_number(state, "error_sum", path)
         covered = read_numbers(state, "covered", path, WINDOW_STEPS)
         if any(value not in (0.0, 1.0) for value in covered):
             raise SnapshotError(f"{path}.covered", "must be zeros and ones")
