@@ -1,5 +1,4 @@
-"""`BlockLedger`: exact block arithmetic while a step is being planned, and what running requests
-may still need.
+"""`BlockLedger`: exact block arithmetic while a step is being planned.
 
 Owns the one place where a planner counts KV blocks; every policy shares it. Must not touch a pool
 or a request: it works on a copy of the free count.
@@ -7,18 +6,12 @@ or a request: it works on a copy of the free count.
 
 from __future__ import annotations
 
+from engine.blocks import num_blocks_for
 from engine.ports import RequestView
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
-    return -(-num_tokens // block_size)
-
-
 class BlockLedger:
-    """Free blocks as the plan takes shape. A plan that was taken through it never needs more blocks
-    than are free.
-    """
+    """Free blocks as the plan takes shape: what goes through it never needs more than are free."""
 
     __slots__ = ("block_size", "num_free")
 
@@ -29,7 +22,7 @@ class BlockLedger:
     def needed(self, request: RequestView, num_tokens: int) -> int:
         """New blocks that computing `num_tokens` more tokens of the request takes."""
         context = request.num_computed_tokens + num_tokens
-        return max(0, blocks_for(context, self.block_size) - len(request.block_table))
+        return max(0, num_blocks_for(context, self.block_size) - len(request.block_table))
 
     def take(self, request: RequestView, num_tokens: int) -> bool:
         """Reserve the blocks for that work; False, and nothing reserved, if they are not free."""

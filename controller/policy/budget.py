@@ -1,0 +1,234 @@
+"""How many prompt tokens a step may and must compute: N⁺, N⁻ and the choice between them
+(control.md section 3).
+
+Owns pure functions over arrays; every prediction is one call for all candidates. Must not know a
+request, a block or a clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodel.base import CostModel
+from costmodel.features import NUM_FEATURES, FloatArray
+
+# Candidates grow by about √2, so that 26 of them span 1 to 8192 tokens; N⁺ is refined afterwards.
+_GROWTH = 2.0**0.5
+# An infeasible latency: larger than any limit, yet finite, so that arithmetic stays finite.
+WORST_S = 1e9
+
+
+class DecodeLoad(NamedTuple):
+    """The decodes of a step: how many, and the KV tokens that they read (new tokens included)."""
+
+    num_requests: int
+    context_tokens: int
+
+
+class PrefillLoad(NamedTuple):
+    """Prompt work in the order in which it is served: tokens left to compute, and tokens computed
+    before, shape (n,).
+    """
+
+    amounts: FloatArray
+    past: FloatArray
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the work."""
+        return int(self.amounts.sum())
+
+    def head(self, num_tokens: int) -> PrefillLoad:
+        """Return the pieces that a budget of `num_tokens` can reach."""
+        num_pieces = int(np.searchsorted(np.cumsum(self.amounts), num_tokens)) + 1
+        return PrefillLoad(self.amounts[:num_pieces], self.past[:num_pieces])
+
+
+class LatencyCurve(NamedTuple):
+    """Predicted seconds of steps with `tokens` prompt tokens beside the decodes, shape (c,), tokens
+    rising from 0.
+
+    `mean_s` and `upper_s` never fall along the curve, are finite and at most `WORST_S`.
+    """
+
+    tokens: FloatArray
+    mean_s: FloatArray
+    upper_s: FloatArray
+
+    def steered_s(self, upper_share: float) -> FloatArray:
+        """What is held against a paced limit: the mean, or `upper_share` of the upper bound if
+        more.
+        """
+        return np.maximum(self.mean_s, upper_share * self.upper_s)
+
+
+def candidate_tokens(most_tokens: int) -> FloatArray:
+    """Return 0, 1, 2, ... growing by √2, and `most_tokens` itself; strictly rising integers as
+    floats.
+    """
+    if most_tokens < 1:
+        return np.zeros(1)
+    num_powers = int(np.ceil(np.log(most_tokens) / np.log(_GROWTH))) + 1
+    powers = np.floor(_GROWTH ** np.arange(num_powers))
+    return np.unique(np.concatenate(([0.0], np.minimum(powers, most_tokens), [most_tokens])))
+
+
+def spread(num_tokens: FloatArray, load: PrefillLoad) -> FloatArray:
+    """Return the chunks, shape (c, n), that budgets of `num_tokens` (c,) give to the ordered work:
+    first come, first filled.
+    """
+    ends = np.cumsum(load.amounts)
+    return np.clip(num_tokens[:, None] - (ends - load.amounts), 0.0, load.amounts)
+
+
+def latency_curve(
+    cost_model: CostModel, decodes: DecodeLoad, load: PrefillLoad, num_tokens: FloatArray
+) -> LatencyCurve:
+    """Predict the steps that compute `num_tokens` (c,) prompt tokens of the ordered work, all in
+    one call.
+
+    Σ chunk·past and Σ chunk² follow how each budget is spread over the work. What a model answers
+    is made safe here: not a number counts as `WORST_S`, and more work is never cheaper.
+    """
+    features = np.zeros((num_tokens.size, NUM_FEATURES))
+    features[:, 0] = num_tokens
+    features[:, 1] = decodes.num_requests
+    features[:, 2] = decodes.context_tokens
+    if load.amounts.size:
+        chunks = spread(num_tokens, load)
+        features[:, 3] = chunks @ load.past
+        features[:, 4] = np.einsum("cn,cn->c", chunks, chunks)
+    mean_s, upper_s = cost_model.predict(features)
+    mean_s = np.maximum.accumulate(_made_safe(mean_s))
+    return LatencyCurve(
+        num_tokens, mean_s, np.maximum(mean_s, np.maximum.accumulate(_made_safe(upper_s)))
+    )
+
+
+def _made_safe(latency_s: FloatArray) -> FloatArray:
+    return np.clip(
+        np.nan_to_num(latency_s, nan=WORST_S, posinf=WORST_S, neginf=WORST_S), 0.0, WORST_S
+    )
+
+
+def most_tokens_within(
+    cost_model: CostModel,
+    decodes: DecodeLoad,
+    load: PrefillLoad,
+    curve: LatencyCurve,
+    limit_s: float,
+    upper_share: float,
+) -> int:
+    """N⁺: the most prompt tokens whose steered latency is at most `limit_s`; 0 if not one fits.
+
+    Two rounds of linear candidates inside the bracket that the curve gives leave an error below
+    1/64 of the bracket.
+    """
+    tokens, steered_s = curve.tokens, curve.steered_s(upper_share)
+    fits = int(np.searchsorted(steered_s, limit_s, side="right")) - 1
+    if fits < 0:
+        return 0
+    for _ in range(2):
+        if fits + 1 >= tokens.size:
+            break
+        low, high = tokens[fits], tokens[fits + 1]
+        inner = np.unique(np.floor(np.linspace(low, high, 10)[:-1]))
+        if inner.size < 2:
+            break
+        inside_s = latency_curve(cost_model, decodes, load, inner).steered_s(upper_share)
+        # The bracket's ends keep their verdict, whatever the model says of the inside.
+        low_s, high_s = steered_s[fits], steered_s[fits + 1]
+        tokens = np.append(inner, high)
+        steered_s = np.append(np.clip(inside_s, low_s, high_s), high_s)
+        steered_s[0] = low_s
+        fits = int(np.searchsorted(steered_s, limit_s, side="right")) - 1
+    return int(tokens[fits])
+
+
+def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArray) -> int:
+    """N⁻: the smallest budget with which, for every k, the first k pieces of `work` (n,) are done
+    within `time_left_s[k]`.
+
+    Done means ⌈W_k / N⌉ steps of the upper latency; infinite times demand nothing. If no budget
+    suffices the curve's largest is returned, plus one, so that it shows as a conflict.
+    """
+    is_due = np.isfinite(time_left_s)
+    if not is_due.any():
+        return 0
+    totals, left_s = np.cumsum(work)[is_due], time_left_s[is_due]
+    budgets = np.unique(np.floor(np.linspace(curve.tokens[:-1], curve.tokens[1:], 4).ravel()))[1:]
+    if not budgets.size:
+        return 1
+    step_s = np.interp(budgets, curve.tokens, curve.upper_s)
+    done_s = np.ceil(totals / budgets[:, None]) * step_s[:, None]
+    suffices = (done_s <= left_s).all(axis=1)
+    return int(budgets[suffices.argmax()]) if suffices.any() else int(budgets[-1]) + 1
+
+
+def knee_tokens(curve: LatencyCurve, share: float) -> int:
+    """Return the smallest budget on the curve whose tokens per second reach `share` of the best on
+    the curve; 0 if it is empty.
+    """
+    if curve.tokens.size < 2:
+        return 0
+    rate = curve.tokens[1:] / np.maximum(curve.mean_s[1:], 1e-12)
+    return int(curve.tokens[1 + int((rate >= share * rate.max()).argmax())])
+
+
+def choose_tokens(lower: int, upper: int, knee: int, backlog: int, drain_steps: float) -> int:
+    """Return N: the smallest budget that meets N⁻, reaches the knee and drains the backlog, never
+    above N⁺.
+
+    All counts are prompt tokens. With little queued that is short steps; as the backlog grows N
+    moves to N⁺.
+    """
+    return min(upper, max(lower, knee, int(np.ceil(backlog / drain_steps))))
+
+
+def settle_tokens(
+    num_tokens: int,
+    lower: int,
+    upper: int,
+    load: PrefillLoad,
+    block_size: int,
+    split_threshold: int,
+) -> int:
+    """Move N to where a chunk had better end, within [0, `upper`] (control.md 3.7).
+
+    A chunk that leaves only a crumb of its prompt takes it along; a fresh prompt of at most
+    `split_threshold` tokens is computed whole, or left for the next step if something else is
+    computed and N⁻ (`lower`) allows; other ends fall on a block boundary where that costs less than
+    1/32 of the step.
+    """
+    ends = np.cumsum(load.amounts)
+    piece = int(np.searchsorted(ends, num_tokens, side="left"))
+    if piece >= ends.size or num_tokens == ends[piece]:
+        return num_tokens
+    end = int(ends[piece])
+    amount = int(load.amounts[piece])
+    chunk = num_tokens - (end - amount)
+    is_short = amount <= split_threshold and load.past[piece] == 0
+    if end <= upper and (is_short or end - num_tokens <= max(block_size, chunk // 4)):
+        return end
+    if is_short and chunk < num_tokens and end - amount >= lower:
+        return end - amount
+    excess = int(load.past[piece] + chunk) % block_size
+    if excess < chunk and excess * 32 < num_tokens and num_tokens - excess >= lower:
+        return num_tokens - excess
+    return num_tokens
+
+
+def explored_tokens(step_no: int, share: float, lower: int, upper: int) -> int | None:
+    """Return a budget within [N⁻, N⁺] to try in this step, None in all but `share` of the steps.
+
+    Control makes the data collinear, so the model must now and then see something else; only where
+    slack is ample (N⁻ < N⁺). Chosen by a hash of the step's number (Knuth's multiplicative one), so
+    that the same view gives the same plan.
+    """
+    hashed = step_no * 2654435761 % 2**32
+    if lower >= upper or hashed >= share * 2**32:
+        return None
+    fraction = (hashed * 40503 % 2**16) / 2**16
+    return max(1, lower + int(fraction * (upper - lower)))

@@ -1,0 +1,103 @@
+"""`PolicyConfig`: every number that the SLO planner may be tuned with, checked once.
+
+Owns settings only. Must not hold behaviour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Settings of `SloPlanner`. ValueError names the field.
+
+    Pacing: `pace` is the share of every target that is steered for with the mean of a step,
+    `upper_pace` the share that its upper bound may take; `bank` in [0, 1] the share of
+    banked slack that a stream may spend; `gap_limit_s` bounds every stream's gap, whatever it was
+    promised.
+
+    Budget: `token_budget` caps the tokens of one step (None = the engine's own cap only);
+    `knee_share` is the share of the best prompt tokens per second that a light load asks of a step;
+    `drain_steps` is the number of steps in which the queued prompt work should be done, so that a
+    growing queue moves the budget to N⁺ (math.inf = never for the queue's sake); `split_threshold`
+    is the prompt length in tokens up to which a prompt is not split; `exploration` is the share of
+    steps that try another budget within the bounds.
+
+    Waiting: `max_wait_s` is the age at which a request without a live deadline is due;
+    `turn_period` says that every so many steps the oldest due request goes first; `max_age_factor`
+    and `min_max_age_s` bound the age of a waiting promise (max(factor·T, minimum));
+    `max_waiting_tokens` bounds the queued prompt tokens (None = no bound); `max_judged` bounds how
+    many waiting requests one step looks at.
+
+    Conflict: `started_factor` is how much dearer a started prefill is to drop; `length_neutrality`
+    in [0, 1] moves shedding from count-optimal (0: long prompts go first) to length-neutral (1:
+    weights alone decide).
+
+    KV: `kv_reserve` is the share of the pool that admissions leave free.
+    """
+
+    pace: float = 0.95
+    upper_pace: float = 1.0
+    bank: float = 0.0
+    gap_limit_s: float = 1.0
+    token_budget: int | None = None
+    knee_share: float = 0.9
+    drain_steps: float = 8.0
+    split_threshold: int = 32
+    exploration: float = 0.01
+    max_wait_s: float = 30.0
+    turn_period: int = 8
+    max_age_factor: float = 10.0
+    min_max_age_s: float = 30.0
+    max_waiting_tokens: int | None = None
+    max_judged: int = 512
+    started_factor: float = 8.0
+    length_neutrality: float = 0.0
+    kv_reserve: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        self._check_share("pace", low_open=True)
+        self._check_positive("upper_pace")
+        self._check_share("bank")
+        self._check_share("knee_share", low_open=True)
+        self._check_share("exploration")
+        self._check_share("length_neutrality")
+        self._check_share("kv_reserve")
+        for name in ("gap_limit_s", "max_wait_s", "max_age_factor", "min_max_age_s"):
+            self._check_positive(name)
+        self._check_positive("started_factor")
+        self._check_positive("drain_steps", may_be_infinite=True)
+        for name in ("token_budget", "max_waiting_tokens"):
+            if getattr(self, name) is not None:
+                self._check_count(name, 1)
+        self._check_count("split_threshold", 0)
+        self._check_count("turn_period", 1)
+        self._check_count("max_judged", 1)
+
+    @property
+    def upper_share(self) -> float:
+        """What of an upper bound is held against a paced limit: pace / upper_pace."""
+        return self.pace / self.upper_pace
+
+    def _check_share(self, name: str, *, low_open: bool = False) -> None:
+        value = getattr(self, name)
+        if not (_is_number(value) and 0.0 <= value <= 1.0) or (low_open and value == 0.0):
+            interval = "(0, 1]" if low_open else "[0, 1]"
+            raise ValueError(f"{name} must be in {interval}, got {value!r}")
+
+    def _check_positive(self, name: str, *, may_be_infinite: bool = False) -> None:
+        value = getattr(self, name)
+        if not (_is_number(value) and value > 0.0 and (may_be_infinite or math.isfinite(value))):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+    def _check_count(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
