@@ -27,10 +27,11 @@ def solve_nonnegative(gram: FloatArray, moment: FloatArray, start: FloatArray) -
     tolerance = _RELATIVE_TOLERANCE * float(np.abs(moment).max())
     for _ in range(3 * len(moment)):
         index = passive.nonzero()[0]
+        inner = np.linalg.solve(gram[index[:, None], index], moment[index])
         trial = np.zeros_like(moment)
-        trial[index] = np.linalg.solve(gram[index[:, None], index], moment[index])
-        blocked = passive & (trial <= 0.0)
-        if blocked.any():
+        trial[index] = inner
+        if len(inner) and inner.min() <= 0.0:
+            blocked = passive & (trial <= 0.0)
             # Walk towards the trial point until the first coefficient reaches its bound; that one
             # leaves.
             steps = solution[blocked] / (solution[blocked] - trial[blocked])

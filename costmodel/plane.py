@@ -15,7 +15,7 @@ import numpy as np
 
 from costmodel.basis import NUM_BASIS, SCALES
 from costmodel.features import FloatArray
-from costmodel.fields import SnapshotError, read_array
+from costmodel.fields import SnapshotError, read_array, read_count
 from costmodel.nonneg import solve_nonnegative
 
 # An empty step costs at least this: keeps every prediction positive by a constraint on the
@@ -29,6 +29,10 @@ MAX_COEFFICIENT_S = 1e4
 FORGETTING = 0.98
 # Weight of the initial coefficients, in samples: they decide only where data says nothing.
 PRIOR_WEIGHT = 0.05
+# A settled plane moves little by one sample: it solves for its coefficients at every fourth, a
+# plane that has just begun, or just changed, at every sample.
+SETTLED_SAMPLES = 50
+SOLVE_EVERY = 4
 _PROXIMAL = 1e-9
 _LOWER = np.zeros(NUM_BASIS)
 _LOWER[0] = MIN_INTERCEPT_S
@@ -53,6 +57,7 @@ class NonNegativePlane:
         """
         self._set(np.maximum(coefficients, _LOWER))
         typical = np.maximum(self.coefficients, 0.05 * max(self.coefficients[0], 1e-3))
+        self._num_samples = 0
         self._information: FloatArray = np.diag(PRIOR_WEIGHT / typical**2)
         self._moment: FloatArray = self._information @ self.coefficients
 
@@ -60,9 +65,11 @@ class NonNegativePlane:
         self.coefficients: FloatArray = coefficients
         self.physical: FloatArray = coefficients / SCALES
 
-    def learn(self, row: FloatArray, predicted_s: float, taught_s: float) -> None:
-        """Learn that a step with scaled basis `row` took `taught_s`; `predicted_s` sets the
-        relative weight.
+    def learn(self, row: FloatArray, predicted_s: float, taught_s: float) -> bool:
+        """Learn that a step with scaled basis `row` took `taught_s`; True if the coefficients
+        moved.
+
+        `predicted_s` is what had been believed: it sets the relative weight.
         """
         direction = row / predicted_s
         target = taught_s / predicted_s
@@ -74,7 +81,11 @@ class NonNegativePlane:
         # Two products of a vector with itself: the matrix stays symmetric to the last bit.
         self._information += np.multiply.outer(direction, direction)
         self._information -= np.multiply.outer(seen, seen)
+        self._num_samples += 1
+        if self._num_samples > SETTLED_SAMPLES and self._num_samples % SOLVE_EVERY:
+            return False
         self._solve()
+        return True
 
     def believe(self, rows: FloatArray, latencies_s: FloatArray) -> None:
         """Fit a batch at once: scaled rows (n, NUM_BASIS) and seconds (n,), on top of what is
@@ -87,6 +98,7 @@ class NonNegativePlane:
 
     def discount(self, keep: float) -> None:
         """Keep only the share `keep` of all information: the next samples count for more."""
+        self._num_samples = 0
         self._information *= keep
         self._moment *= keep
 
@@ -116,6 +128,7 @@ class NonNegativePlane:
         """Return the whole state as JSON numbers."""
         return {
             "coefficients": self.coefficients.tolist(),
+            "num_samples": self._num_samples,
             "information": self._information.tolist(),
             "moment": self._moment.tolist(),
         }
@@ -127,6 +140,7 @@ class NonNegativePlane:
         if (coefficients < _LOWER).any():
             raise SnapshotError(f"{path}.coefficients", "a coefficient is below its bound")
         plane = cls(coefficients)
+        plane._num_samples = read_count(state, "num_samples", path)
         plane._information = read_array(state, "information", path, (NUM_BASIS, NUM_BASIS))
         plane._moment = read_array(state, "moment", path, (NUM_BASIS,))
         if (plane._information != plane._information.T).any():

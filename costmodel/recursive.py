@@ -117,14 +117,11 @@ class RecursiveLeastSquares:
             plane.discount(_KEEP_AFTER_ALARM)
             self._alarm(margin)
         row = expand_scaled(features)
-        plane.learn(row, believed_s, believed_s * verdict.taught_ratio)
-        self._envelope.set_plane(index, plane.physical)
+        self._learn(index, row, believed_s, believed_s * verdict.taught_ratio)
         if index != home and self._presence[home] < _AWAKE_SHARE:
             # A plane that is nowhere the larger one would never learn again. It wakes up by what
             # happens in its own regimes, and where one plane is enough the two come to agree there.
-            self._planes[home].learn(row, believed_s, believed_s * verdict.taught_ratio)
-            self._envelope.set_plane(home, self._planes[home].physical)
-        self._version += 1
+            self._learn(home, row, believed_s, believed_s * verdict.taught_ratio)
 
         margin.record(ratio - 1.0, is_covered=is_covered)
         self._shares[regime] = margin.margin
@@ -162,6 +159,11 @@ class RecursiveLeastSquares:
             ),
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
         )
+
+    def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:
+        if self._planes[index].learn(row, believed_s, taught_s):
+            self._envelope.set_plane(index, self._planes[index].physical)
+            self._version += 1
 
     def _shift(self, index: int, factor: float) -> float:
         """Rescale plane `index` after a change of speed, and the other one along with it.
