@@ -363,3 +363,18 @@ def test_every_file_of_the_map_exists() -> None:
     named = re.findall(rf"`((?:{'|'.join(PACKAGES)}|alembic|tests)/[\w/]+\.py)`", page)
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    links = [
+        (page, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
+    assert links
+    broken = [
+        f"{relative(page)}: {link}" for page, link in links if not (page.parent / link).exists()
+    ]
+    assert broken == []
