@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.cli.banner import banner, status_line
 from controller.cli.options import with_settings
 from controller.cli.progress import StartupProgress
 from controller.config import Settings, SettingsError, load_settings
@@ -126,3 +127,14 @@ async def _serve(runtime: Runtime, listener: socket.socket) -> None:
         await server.serve(sockets=[listener])
     finally:
         status.cancel()
+
+
+async def _report_status(runtime: Runtime) -> None:
+    """Print one line every ten seconds while there is something to tell."""
+    previous = None
+    while True:
+        await asyncio.sleep(_STATUS_INTERVAL_S)
+        line, state = status_line(runtime, previous)
+        if previous is None or state != previous:
+            print(line, flush=True)
+        previous = state

@@ -20,6 +20,7 @@ from controller.runtime.generation import ServedModel
 from controller.runtime.metrics import Metrics
 from controller.runtime.service import PromiseTerms, Service
 from controller.runtime.streams import StreamHub
+from controller.runtime.tally import Tally
 from controller.runtime.warmup import run_sweep
 from costmodel.prior import SweepShape, fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
@@ -58,6 +59,7 @@ class Runtime:
     engine_config: EngineConfig
     cost_model: RecursiveLeastSquares
     metrics: Metrics
+    tally: Tally
     writer: TelemetryWriter
     warmup_steps: int
 
@@ -96,8 +98,15 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         writer = TelemetryWriter.open(settings.db, run, clock)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
-    metrics = Metrics()
+    metrics = Metrics(
+        settings.model_name,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        quality=cost_model.quality,
+        telemetry_counts=writer.stats,
+    )
     hub = StreamHub()
+    tally = Tally()
     feed = TelemetryFeed(writer.offer, clock, run.run_id)
     # The order matters: promises are judged by what streams report, streams go before whoever
     # merely watches.
@@ -107,6 +116,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         Teacher(cost_model, output_lengths),
         feed,
         metrics,
+        tally,
     )
     loop = EngineLoop(
         planner,
@@ -136,7 +146,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     )
     writer.start()
     service.start()
-    return Runtime(settings, service, engine, config, cost_model, metrics, writer, warmup_steps)
+    return Runtime(settings, service, engine, config, cost_model, metrics, tally, writer, warmup_steps)
 
 
 def _load(settings: Settings, progress: Progress) -> LoadedEngine:
@@ -208,4 +218,4 @@ def _planner(
     if settings.policy == "slo":
         return SloPlanner(settings.planner, cost_model, output_lengths, lambda: cost_model.version)
     budget = settings.effective_max_num_batched_tokens if settings.policy == "static" else None
-    return StaticPlanner(budget, settings.planner, output_lengths)
+    return StaticPlanner(budget)

@@ -1,0 +1,47 @@
+# Commands of the project; CONTRIBUTING.md explains them. Everything runs inside .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= demo
+ARGS ?=
+
+.PHONY: help serve test check format bench-spike clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# A stamp per set of packages: nothing is installed again until the files that name them change.
+$(VENV)/.serve: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "paceline: installing pinned dependencies into $(VENV) (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	@echo "paceline: installing development tools into $(VENV) (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[demo,dev,postgresql]'
+	@touch $@
+
+serve: $(VENV)/.serve  ## Install, prepare the demo model and serve it on 127.0.0.1:8000
+	@$(BIN)/paceline serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev  ## Run the whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## Formatting, lint, types and the floors
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## Format and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench-spike: $(VENV)/.serve  ## Reproduce the README's spike table (minutes)
+	@$(BIN)/paceline bench spike --serve $(MODEL) $(ARGS)
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
