@@ -1,4 +1,5 @@
-"""What the routes share: the service, the settings of this door, and how many answers are under way.
+"""What the routes share: the service, the settings of this door, and how many answers are under
+way.
 
 Owns one frozen bundle that `create_app` hands to every router. Must not decide anything.
 """
@@ -42,7 +43,8 @@ def _tokenizer_limiter() -> anyio.CapacityLimiter:
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """Everything a route may use. `slo_classes` is by name; `metrics` is None where none is kept."""
+    """Everything a route may use. `slo_classes` is by name; `metrics` is None where none is kept.
+    """
 
     service: InferenceService
     clock: Clock
@@ -58,7 +60,9 @@ class ApiContext:
         return self.clock.epoch_ms() // 1000
 
     def check_model(self, name: str | None) -> str:
-        """Return the served model's name; ApiError 404 `model_not_found` if another one is asked for."""
+        """Return the served model's name; ApiError 404 `model_not_found` if another one is asked
+        for.
+        """
         served = self.service.model.name
         if name is not None and name != served:
             message = f"the model {name[:200]!r} is not served here; this server serves {served!r}"

@@ -42,6 +42,7 @@ ERROR_CODES: Mapping[str, str] = {
     "request_too_large": "the body exceeds the limit",
     "unsupported_media_type": "the body is not declared as application/json",
     "ttft_unreachable": "the target cannot be met even on an idle server",
+    "tpot_unreachable": "the pace cannot be kept even on an idle server",
     "overloaded": "the target cannot be met now",
     "queue_full": "too many requests or prompt tokens are waiting",
     "deadline_expired": "the target passed while the request was waiting",

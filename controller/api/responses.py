@@ -1,4 +1,5 @@
-"""The shapes of what the HTTP door answers, for the OpenAPI page and for clients that generate code from it.
+"""The shapes of what the HTTP door answers, for the OpenAPI page and for clients that generate
+code from it.
 
 Owns documentation: routes build plain dictionaries, and a test holds them against these models.
 """
@@ -35,7 +36,8 @@ class ErrorAnswer(Answer):
 
 
 class SloOutcome(Answer):
-    """The promise and how it was kept; times in milliseconds, `*_met` None without such a target."""
+    """The promise and how it was kept; times in milliseconds, `*_met` None without such a target.
+    """
 
     slo_class: str = Field(alias="class")
     ttft_ms: float | None
