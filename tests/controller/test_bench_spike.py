@@ -75,12 +75,32 @@ def test_the_largest_gap_of_a_whole_prompt_spans_its_arrival() -> None:
         assert max(steps) == pytest.approx(STEP_S)
 
 
+@pytest.mark.parametrize("prefill_token_s", [0.001, 0.003])
+def test_the_slo_planner_keeps_the_gap_that_it_was_asked_for(prefill_token_s: float) -> None:
+    server = VirtualServer(VirtualClock(5.0), is_slo=True, prefill_token_s=prefill_token_s)
+    run = run_on(server, rule=PromiseRule(3.0))
+    assert violations(run) == ()
+    numbers = numbers_of(run)
+    assert numbers.target_gap_s == pytest.approx(3 * STEP_S)
+    assert numbers.largest_gap_s <= 3 * STEP_S
+
+
+def test_the_slo_planner_spends_the_slack_that_a_static_budget_leaves() -> None:
+    """Where prompt tokens are cheap, 128 a step are fewer than the promise allows."""
+    static = VirtualServer(VirtualClock(5.0), token_budget=128, prefill_token_s=0.001)
+    slo = VirtualServer(VirtualClock(5.0), is_slo=True, prefill_token_s=0.001)
+    static_s = numbers_of(run_on(static)).long_ttft_s
+    assert numbers_of(run_on(slo, rule=PromiseRule(3.0))).long_ttft_s < static_s
+
+
 def test_the_long_prompt_arrives_while_all_short_ones_decode() -> None:
     seen: list[tuple[int, list[int]]] = []
     server = VirtualServer(VirtualClock(), token_budget=128)
 
     def on_arrival(request: ServedRequest) -> None:
-        seen.append((request.num_prompt, [other.num_output for other in server.active]))
+        seen.append(
+            (request.engine.num_prompt_tokens, [other.num_output for other in server.active])
+        )
 
     server.on_arrival = on_arrival
     run = run_on(server)
