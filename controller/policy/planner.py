@@ -190,7 +190,7 @@ class SloPlanner:
                 is_resuming = is_resuming or request.phase is RequestPhase.PREEMPTED
                 continue
             amounts[i] = amount
-        index = np.array(order)
+        index = np.array(order, dtype=np.intp)
         index = index[amounts[index] > 0.0]
         return _Seated(
             requests=[queue.requests[i] for i in index],

@@ -39,7 +39,7 @@ class PolicyConfig:
     """
 
     pace: float = 0.95
-    upper_pace: float = 1.0
+    upper_pace: float = 1.05
     bank: float = 0.0
     gap_limit_s: float = 1.0
     token_budget: int | None = None

@@ -1,7 +1,8 @@
-"""Doubles for policy tests: a linear cost model, requests in any state, and a loop on virtual time."""
+"""Doubles for policy tests: a linear cost model, requests in any state, a loop on virtual time."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -219,4 +220,4 @@ class Simulation:
 
     def largest_gap(self, request_id: str) -> float:
         times = self.token_times(request_id)
-        return max(b - a for a, b in zip(times, times[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(times))

@@ -1,0 +1,84 @@
+"""`CheckedPlanner`: wraps a planner and asserts at every step what must hold of every plan."""
+
+from __future__ import annotations
+
+from engine.ports import EngineView, Planner, RequestView
+from engine.request import RequestPhase
+from engine.step import AdmissionAction, StepPlan, WorkKind
+
+
+def snapshot(view: EngineView) -> list[tuple[object, ...]]:
+    """Everything of the view's requests that a planner could have changed."""
+    return [
+        (
+            r.request_id,
+            r.phase,
+            r.num_computed_tokens,
+            r.num_output_tokens,
+            tuple(r.block_table),
+            r.admission,
+            r.admitted_at,
+            r.last_token_at,
+            repr(r.promise),
+        )
+        for group in (view.waiting, view.running, view.preempted)
+        for r in group
+    ]
+
+
+def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None) -> None:
+    """Assert budgets, seats, blocks, phases and that every decode is served."""
+    everybody: dict[str, RequestView] = {
+        r.request_id: r for group in (view.waiting, view.running, view.preempted) for r in group
+    }
+    gone = set(plan.preemptions)
+    assert len(gone) == len(plan.preemptions)
+    assert all(everybody[i].phase is RequestPhase.RUNNING for i in gone)
+    ids = [w.request_id for w in plan.work]
+    assert len(set(ids)) == len(ids)
+    assert not gone & set(ids)
+    num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
+    assert num_tokens <= view.max_num_batched_tokens
+    if token_budget is not None:
+        assert num_tokens <= max(token_budget, plan.num_decode_tokens)
+    admitted = {a.request_id for a in plan.admissions if a.action is AdmissionAction.ADMIT}
+    assert admitted <= set(ids)
+    assert len({a.request_id for a in plan.admissions}) == len(plan.admissions)
+    free = view.num_free_blocks + sum(len(everybody[i].block_table) for i in gone)
+    running = {r.request_id for r in view.running} - gone
+    for work in plan.work:
+        request = everybody[work.request_id]
+        assert 0 < work.num_tokens <= request.num_remaining_tokens
+        assert work.num_computed_tokens == request.num_computed_tokens
+        free -= max(0, -(-work.num_context_tokens // view.block_size) - len(request.block_table))
+        if request.phase is RequestPhase.WAITING:
+            was_admitted = request.admission is not None and (
+                request.admission.action is AdmissionAction.ADMIT
+            )
+            assert was_admitted or work.request_id in admitted
+        if work.kind is WorkKind.DECODE:
+            assert request.is_decoding
+            assert work.num_tokens == 1
+    assert free >= 0
+    assert len(running | set(ids)) <= view.max_num_seqs
+    decodes = {r.request_id for r in view.running if r.is_decoding} - gone
+    assert decodes == {w.request_id for w in plan.work if w.kind is WorkKind.DECODE}
+    assert plan.decision is not None
+    judged = {a.request_id for a in plan.admissions}
+    assert all(r.admission is not None or r.request_id in judged for r in view.waiting)
+
+
+class CheckedPlanner:
+    """Plans twice and asserts that nothing changed, that both plans agree, and `check_plan`."""
+
+    def __init__(self, planner: Planner, token_budget: int | None = None) -> None:
+        self._planner = planner
+        self._token_budget = token_budget
+
+    def plan(self, view: EngineView) -> StepPlan:
+        before = snapshot(view)
+        plan = self._planner.plan(view)
+        assert self._planner.plan(view) == plan
+        assert snapshot(view) == before
+        check_plan(view, plan, self._token_budget)
+        return plan
