@@ -28,7 +28,7 @@ MAX_COEFFICIENT_S = 1e4
 # is forgotten, the memory is about NUM_BASIS / (1 − 0.98) = 350 samples.
 FORGETTING = 0.98
 # Weight of the initial coefficients, in samples: they decide only where data says nothing.
-PRIOR_WEIGHT = 0.05
+PRIOR_WEIGHT = 0.1
 # A settled plane moves little by one sample: it solves for its coefficients at every fourth, a
 # plane that has just begun, or just changed, at every sample.
 SETTLED_SAMPLES = 50
@@ -56,9 +56,12 @@ class NonNegativePlane:
         believed.
         """
         self._set(np.maximum(coefficients, _LOWER))
-        typical = np.maximum(self.coefficients, 0.05 * max(self.coefficients[0], 1e-3))
+        # The scaled coefficients of a real device are of one order: none is believed more firmly than
+        # the largest, or a small guess could not grow.
         self._num_samples = 0
-        self._information: FloatArray = np.diag(PRIOR_WEIGHT / typical**2)
+        self._information: FloatArray = (
+            np.eye(NUM_BASIS) * PRIOR_WEIGHT / float(self.coefficients.max()) ** 2
+        )
         self._moment: FloatArray = self._information @ self.coefficients
 
     def _set(self, coefficients: FloatArray) -> None:
