@@ -18,10 +18,11 @@ from store.text import format_instant
 Row = dict[str, Any]
 _BAR_WIDTH = 12
 _LIFE_WIDTH = 72
+# Told apart by their shading where there is no colour.
 _PHASES = (
-    ("queue", "queue_s", "yellow"),
-    ("prefill", "prefill_s", "cyan"),
-    ("decode", "decode_s", "green"),
+    ("queue", "queue_s", "░", "yellow"),
+    ("prefill", "prefill_s", "▒", "cyan"),
+    ("decode", "decode_s", "█", "green"),
 )
 
 
@@ -45,7 +46,14 @@ def _clock(epoch_ms: int) -> str:
 
 def _table(*columns: str, title: str | None = None) -> Table:
     """Return a borderless table; a column whose name starts with `<` is left-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=title,
+        title_justify="left",
+        show_header=any(name.lstrip("<") for name in columns),
+    )
     for name in columns:
         is_left = name.startswith("<")
         table.add_column(name.lstrip("<"), justify="left" if is_left else "right", no_wrap=True)
@@ -55,8 +63,8 @@ def _table(*columns: str, title: str | None = None) -> Table:
 def steps_table(rows: Sequence[Row]) -> RenderableType:
     """Return one line per step; times in milliseconds, budgets in prompt tokens."""
     table = _table(
-        "step", "<at (UTC)", "chunk", "dec", "actual ms", "predicted", "upper", "N-", "budget", "N+",
-        "<bound by", "slack ms", "run/wait/pre", "kv",
+        "step", "<at (UTC)", "chunk", "dec", "actual ms", "predicted", "upper", "N-", "budget",
+        "N+", "<bound by", "slack ms", "run/wait/pre", "kv",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -89,15 +97,15 @@ def requests_table(rows: Sequence[Row]) -> RenderableType:
     """Return one line per request; times in milliseconds."""
     table = _table(
         "<request", "<at (UTC)", "<class", "prompt", "out", "queue ms", "TTFT", "TPOT", "gap max",
-        "<decision", "<end", "<kept",
+        "<outcome", "<kept",
     )  # fmt: skip
     for row in rows:
-        decision = row["decision"] + (" (degraded)" if row["is_degraded"] else "")
+        outcome = row["finish_reason"] + (" (degraded)" if row["is_degraded"] else "")
         if row["decision"] == "reject":
-            decision = row["reason"]
+            outcome += f": {row['reason']}"
         table.add_row(
             row["request_id"],
-            _clock(row["arrived_at"]),
+            _clock(row["arrived_at"])[:8],
             row["slo_class"],
             str(row["num_prompt_tokens"]),
             str(row["num_output_tokens"]),
@@ -105,8 +113,7 @@ def requests_table(rows: Sequence[Row]) -> RenderableType:
             _against(row["ttft_s"], row["ttft_target_s"]),
             _against(row["tpot_s"], row["tpot_target_s"]),
             ms(row["longest_gap_s"]),
-            decision,
-            row["finish_reason"],
+            outcome,
             _kept(row["attained"]),
         )
     return table
@@ -128,7 +135,8 @@ def _kept(attained: bool | None) -> Text:
 
 def events_table(rows: Sequence[Row]) -> RenderableType:
     """Return one line per event."""
-    table = _table("<at (UTC)", "<kind", "<reason", "<request", "step", "<numbers")
+    table = _table("<at (UTC)", "<kind", "<reason", "<request", "step")
+    table.add_column("numbers", overflow="fold")
     for row in rows:
         table.add_row(
             _clock(row["at"]),
@@ -194,15 +202,15 @@ def _targets(request: Row) -> RenderableType:
 
 def _phases(request: Row) -> Text:
     """Return queue, prefill and decode as one bar to scale."""
-    known = [(label, request[name] or 0.0, style) for label, name, style in _PHASES]
-    total_s = sum(seconds for _, seconds, _ in known)
+    known = [(label, request[name] or 0.0, mark, style) for label, name, mark, style in _PHASES]
+    total_s = sum(seconds for _, seconds, _, _ in known)
     text = Text("\n")
     if total_s > 0:
-        for _, seconds, style in known:
-            text.append("█" * round(_LIFE_WIDTH * seconds / total_s), style=style)
+        for _, seconds, mark, style in known:
+            text.append(mark * round(_LIFE_WIDTH * seconds / total_s), style=style)
         text.append("\n")
-    for label, seconds, style in known:
-        text.append("■ ", style=style)
+    for label, seconds, mark, style in known:
+        text.append(f"{mark} ", style=style)
         text.append(f"{label} {ms(seconds)} ms   ")
     text.append("\n")
     return text
