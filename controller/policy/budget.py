@@ -7,6 +7,8 @@ request, a block or a clock.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,8 @@ from costmodel.features import NUM_FEATURES, FloatArray
 
 # Candidates grow by about √2, so that 26 of them span 1 to 8192 tokens; N⁺ is refined afterwards.
 _GROWTH = 2.0**0.5
+# Linear candidates inside a bracket of that grid.
+_REFINED = 9
 # An infeasible latency: larger than any limit, yet finite, so that arithmetic stays finite.
 WORST_S = 1e9
 
@@ -64,15 +68,17 @@ class LatencyCurve(NamedTuple):
         return np.maximum(self.mean_s, upper_share * self.upper_s)
 
 
+@lru_cache(maxsize=256)
 def candidate_tokens(most_tokens: int) -> FloatArray:
-    """Return 0, 1, 2, ... growing by √2, and `most_tokens` itself; strictly rising integers as
-    floats.
+    """Return 0, 1, 2, ... growing by √2, and `most_tokens`; strictly rising integers as floats.
+
+    The array is shared between calls and read-only.
     """
-    if most_tokens < 1:
-        return np.zeros(1)
-    num_powers = int(np.ceil(np.log(most_tokens) / np.log(_GROWTH))) + 1
+    num_powers = 0 if most_tokens < 1 else math.ceil(math.log(most_tokens, _GROWTH)) + 1
     powers = np.floor(_GROWTH ** np.arange(num_powers))
-    return np.unique(np.concatenate(([0.0], np.minimum(powers, most_tokens), [most_tokens])))
+    tokens = np.unique(np.concatenate(([0.0], np.minimum(powers, most_tokens))))
+    tokens.flags.writeable = False
+    return tokens
 
 
 def spread(num_tokens: FloatArray, load: PrefillLoad) -> FloatArray:
@@ -108,9 +114,8 @@ def latency_curve(
 
 
 def _made_safe(latency_s: FloatArray) -> FloatArray:
-    return np.clip(
-        np.nan_to_num(latency_s, nan=WORST_S, posinf=WORST_S, neginf=WORST_S), 0.0, WORST_S
-    )
+    # fmin and fmax prefer a number to NaN: what is not a number becomes WORST_S.
+    return np.fmax(np.fmin(latency_s, WORST_S), 0.0)
 
 
 def most_tokens_within(
@@ -123,8 +128,8 @@ def most_tokens_within(
 ) -> int:
     """N⁺: the most prompt tokens whose steered latency is at most `limit_s`; 0 if not one fits.
 
-    Two rounds of linear candidates inside the bracket that the curve gives leave an error below
-    1/64 of the bracket.
+    Two rounds of linear candidates inside the bracket that the curve gives leave an error of about
+    1/100 of the bracket.
     """
     tokens, steered_s = curve.tokens, curve.steered_s(upper_share)
     fits = int(np.searchsorted(steered_s, limit_s, side="right")) - 1
@@ -134,9 +139,9 @@ def most_tokens_within(
         if fits + 1 >= tokens.size:
             break
         low, high = tokens[fits], tokens[fits + 1]
-        inner = np.unique(np.floor(np.linspace(low, high, 10)[:-1]))
-        if inner.size < 2:
+        if high - low < 2.0:
             break
+        inner = np.arange(low, high, math.ceil((high - low) / _REFINED))
         inside_s = latency_curve(cost_model, decodes, load, inner).steered_s(upper_share)
         # The bracket's ends keep their verdict, whatever the model says of the inside.
         low_s, high_s = steered_s[fits], steered_s[fits + 1]
@@ -158,13 +163,23 @@ def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArr
     if not is_due.any():
         return 0
     totals, left_s = np.cumsum(work)[is_due], time_left_s[is_due]
-    budgets = np.unique(np.floor(np.linspace(curve.tokens[:-1], curve.tokens[1:], 4).ravel()))[1:]
-    if not budgets.size:
-        return 1
+    first = _first_sufficient(curve, curve.tokens[1:], totals, left_s)
+    if first is None:
+        return int(curve.tokens[-1]) + 1
+    low, high = curve.tokens[first], curve.tokens[first + 1]
+    inner = np.arange(low, high + 1.0, math.ceil((high - low) / _REFINED))[1:]
+    refined = _first_sufficient(curve, inner, totals, left_s)
+    return int(high if refined is None else inner[refined])
+
+
+def _first_sufficient(
+    curve: LatencyCurve, budgets: FloatArray, totals: FloatArray, left_s: FloatArray
+) -> int | None:
+    """Index of the first budget whose ⌈total / budget⌉ steps end in time, for every total."""
     step_s = np.interp(budgets, curve.tokens, curve.upper_s)
     done_s = np.ceil(totals / budgets[:, None]) * step_s[:, None]
     suffices = (done_s <= left_s).all(axis=1)
-    return int(budgets[suffices.argmax()]) if suffices.any() else int(budgets[-1]) + 1
+    return int(suffices.argmax()) if suffices.any() else None
 
 
 def knee_tokens(curve: LatencyCurve, share: float) -> int:
@@ -184,7 +199,7 @@ def choose_tokens(lower: int, upper: int, knee: int, backlog: int, drain_steps: 
     All counts are prompt tokens. With little queued that is short steps; as the backlog grows N
     moves to N⁺.
     """
-    return min(upper, max(lower, knee, int(np.ceil(backlog / drain_steps))))
+    return min(upper, max(lower, knee, math.ceil(backlog / drain_steps)))
 
 
 def settle_tokens(

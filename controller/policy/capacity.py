@@ -42,28 +42,20 @@ def make_room(
     able to go on. The last one left is never preempted: alone it fits, because admission refused
     what the pool cannot hold.
     """
+    if decodes:
+        if ledger.take_next_tokens(decodes):
+            return []
+    elif not prefills or any(ledger.most_tokens(request) for request in prefills):
+        return []
     victims: list[RequestView] = []
-    num_needed = 0
-    if ledger.num_free < len(decodes):
-        num_needed = sum(ledger.needed(request, 1) for request in decodes)
-    if num_needed > ledger.num_free:
-        queue = sorted((*decodes, *prefills), key=_sparing(victim_key))
-        for victim in queue[:-1]:
-            if num_needed <= ledger.num_free:
-                break
-            if victim.is_decoding:
-                num_needed -= ledger.needed(victim, 1)
-            ledger.release(victim)
-            victims.append(victim)
-    elif not decodes and all(ledger.most_tokens(request) == 0 for request in prefills):
-        for victim in sorted(prefills, key=_sparing(victim_key))[:-1]:
-            if ledger.num_free > 0:
-                break
-            ledger.release(victim)
-            victims.append(victim)
-    for request in decodes:
-        if request not in victims:
-            ledger.take(request, 1)
+    staying = list(decodes)
+    for victim in sorted((*decodes, *prefills), key=_sparing(victim_key))[:-1]:
+        ledger.release(victim)
+        victims.append(victim)
+        if victim in staying:
+            staying.remove(victim)
+        if ledger.num_free > 0 and ledger.take_next_tokens(staying):
+            break
     return victims
 
 
@@ -76,26 +68,26 @@ def _sparing(
     return key
 
 
-def expected_blocks(request: RequestView, num_expected: int, view: EngineView) -> int:
-    """Blocks that the request is expected to hold at its end, given `num_expected` output tokens of
-    its class.
-
-    An answer that outgrew the expectation is expected to go on for one block more.
-    """
-    num_output = max(num_expected, request.num_output_tokens + view.block_size)
-    num_tokens = request.num_prompt_tokens + min(request.max_tokens, num_output)
-    limit = min(num_tokens, view.max_model_len)
-    return min(num_blocks_for(limit, view.block_size), view.num_total_blocks)
-
-
 class Intake:
     """Seats and KV headroom for those who want to start, as the plan takes shape.
 
     Headroom is what is free once every running request has grown as expected and the reserve is
-    left alone. What is set aside for a due request (`set_aside`) is closed to the others.
+    left alone; `expected` gives a class's output tokens. What is set aside for a due request
+    (`set_aside`) is closed to the others.
     """
 
-    __slots__ = ("_expected", "_headroom", "_ledger", "_num_running", "_seats", "_view", "is_short")
+    __slots__ = (
+        "_expected",
+        "_headroom",
+        "_ledger",
+        "_num_running",
+        "_reserve",
+        "_running",
+        "_seats",
+        "_set_aside",
+        "_view",
+        "is_short",
+    )
 
     def __init__(
         self,
@@ -109,23 +101,36 @@ class Intake:
         self._view = view
         self._ledger = ledger
         self._expected = expected
+        self._running = running
         self._num_running = len(running)
         self._seats = max_running - len(running)
-        growth = sum(
-            max(0, self._blocks(request) - len(request.block_table)) for request in running
-        )
-        held = sum(len(request.block_table) for request in running)
-        reserve = int(kv_reserve * view.num_total_blocks)
-        self._headroom = view.num_total_blocks - held - growth - reserve
+        self._reserve = int(kv_reserve * view.num_total_blocks)
+        self._set_aside = 0
+        # Counted when somebody asks to come in: most steps nobody does.
+        self._headroom: int | None = None
         self.is_short = False
 
     def _blocks(self, request: RequestView) -> int:
-        return expected_blocks(request, self._expected(class_name(request)), self._view)
+        """Blocks that the request is expected to hold at its end.
+
+        An answer that outgrew the expectation is expected to go on for one block more.
+        """
+        view = self._view
+        num_output = max(
+            self._expected(class_name(request)), request.num_output_tokens + view.block_size
+        )
+        num_tokens = request.num_prompt_tokens + min(request.max_tokens, num_output)
+        limit = min(num_tokens, view.max_model_len)
+        return min(num_blocks_for(limit, view.block_size), view.num_total_blocks)
+
+    def _count_headroom(self) -> int:
+        to_hold = sum(max(self._blocks(r), len(r.block_table)) for r in self._running)
+        return self._view.num_total_blocks - to_hold - self._reserve - self._set_aside
 
     def set_aside(self, request: RequestView) -> None:
         """Keep a seat and the expected blocks of a due request from everybody else."""
         self._seats -= 1
-        self._headroom -= self._blocks(request)
+        self._set_aside += self._blocks(request)
 
     @property
     def is_full(self) -> bool:
@@ -141,11 +146,11 @@ class Intake:
         """
         if self._seats < 1:
             return False
+        if self._headroom is None:
+            self._headroom = self._count_headroom()
         blocks = self._blocks(request)
-        is_alone = self._num_running == 0
-        if (blocks > self._headroom and not is_alone) or not self._ledger.take(
-            request, request.num_remaining_tokens
-        ):
+        has_room = blocks <= self._headroom or self._num_running == 0
+        if not has_room or not self._ledger.take(request, request.num_remaining_tokens):
             self.is_short = True
             return False
         self._seats -= 1

@@ -46,9 +46,10 @@ from engine.step import Admission
 class Judged(NamedTuple):
     """The queue in its serving order without those that are refused; arrays of shape (n,).
 
-    `predicted_ttft_s` counts from arrival. `lower_tokens` is N⁻. `curve` predicts steps beside the
-    decodes up to the most prompt tokens that a step may hold. `verdicts` holds what was decided
-    about requests that are refused or degraded, by id.
+    `is_curve_exact` says that it was predicted for this very order. `predicted_ttft_s` counts from
+    arrival. `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the most prompt
+    tokens that a step may hold. `verdicts` holds what was decided about requests that are refused
+    or degraded, by id.
     """
 
     queue: PrefillQueue
@@ -56,6 +57,7 @@ class Judged(NamedTuple):
     predicted_ttft_s: FloatArray
     lower_tokens: int
     curve: LatencyCurve
+    is_curve_exact: bool
     verdicts: dict[str, Admission]
 
     def admissions(self, starting: Collection[str]) -> list[Admission]:
@@ -102,6 +104,16 @@ def judge_queue(
         verdicts |= _on_late(
             queue, np.flatnonzero(is_late), ttft_s, now, alone_tokens, config, cost_model
         )
+    if not verdicts and not is_late.any():
+        return Judged(
+            queue=queue,
+            is_relegated=is_late,
+            predicted_ttft_s=now + done_s - queue.arrived_at,
+            lower_tokens=demanded_tokens(curve, queue.remaining, left_s),
+            curve=curve,
+            is_curve_exact=True,
+            verdicts=verdicts,
+        )
     index = queue.order(is_late)
     if verdicts:
         is_out = np.array([is_rejected(verdicts.get(r.request_id)) for r in queue.requests])
@@ -115,6 +127,7 @@ def judge_queue(
             curve, queue.remaining[index], np.where(is_relegated, math.inf, left_s[index])
         ),
         curve=curve,
+        is_curve_exact=False,
         verdicts=verdicts,
     )
 

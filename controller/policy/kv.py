@@ -6,6 +6,8 @@ or a request: it works on a copy of the free count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.blocks import num_blocks_for
 from engine.ports import RequestView
 
@@ -27,6 +29,17 @@ class BlockLedger:
     def take(self, request: RequestView, num_tokens: int) -> bool:
         """Reserve the blocks for that work; False, and nothing reserved, if they are not free."""
         needed = self.needed(request, num_tokens)
+        if needed > self.num_free:
+            return False
+        self.num_free -= needed
+        return True
+
+    def take_next_tokens(self, decodes: Sequence[RequestView]) -> bool:
+        """Reserve one token's block for every decode; False, and nothing reserved, if too few are
+        free.
+        """
+        size = self.block_size
+        needed = sum(len(r.block_table) * size <= r.num_computed_tokens for r in decodes)
         if needed > self.num_free:
             return False
         self.num_free -= needed

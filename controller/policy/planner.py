@@ -45,13 +45,15 @@ _SEAT_RANK = {RequestPhase.RUNNING: 0, RequestPhase.PREEMPTED: 1, RequestPhase.W
 class _Seated(NamedTuple):
     """Who may compute prompt tokens in this step, in serving order, and how many at most.
 
-    `is_turn` says that the first one has its turn by age; `is_short_of_blocks` that KV kept
+    `is_turn` says that the first one has its turn by age; `is_head` that the step is served from
+    the queue's head, nobody left out; `is_short_of_blocks` that KV kept
     somebody out.
     """
 
     requests: list[RequestView]
     load: PrefillLoad
     is_turn: bool
+    is_head: bool
     is_short_of_blocks: bool
 
 
@@ -192,10 +194,14 @@ class SloPlanner:
             amounts[i] = amount
         index = np.array(order, dtype=np.intp)
         index = index[amounts[index] > 0.0]
+        reach = int(np.searchsorted(np.cumsum(amounts[index]), room)) + 1
+        is_head = bool((index[:reach] == np.arange(min(reach, index.size))).all())
         return _Seated(
             requests=[queue.requests[i] for i in index],
             load=PrefillLoad(amounts[index], queue.past[index]),
             is_turn=is_turn and index.size > 0 and index[0] == due,
+            is_head=is_head
+            and bool((amounts[:reach] >= np.minimum(queue.remaining[:reach], room)).all()),
             is_short_of_blocks=intake.is_short,
         )
 
@@ -215,7 +221,9 @@ class SloPlanner:
             is_short = seated.is_short_of_blocks and room > 0
             return _Budget(0, lower, 0, "kv_blocks" if is_short else "token_budget")
         head = seated.load.head(room)
-        curve = latency_curve(self._cost_model, decodes, head, judged.curve.tokens)
+        curve = judged.curve
+        if not (judged.is_curve_exact and seated.is_head):
+            curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
         within = most_tokens_within(
             self._cost_model, decodes, head, curve, pacing.limit_s, config.upper_share
         )
