@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from engine.step import StepReport
 
@@ -49,9 +49,8 @@ class RunRecord:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class StepWorkRecord:
-    """One request's share of a step.
+class StepWorkRecord(NamedTuple):
+    """One request's share of a step; a tuple, because the loop's thread makes many.
 
     `work_kind` is `prefill` or `decode`. `token_index` is the index (from 0) of the output token
     that this work sampled, None for a chunk that samples nothing; `token_offset_s` is that token's
@@ -124,12 +123,12 @@ class StepRecord:
             token = tokens.get(item.request_id)
             work.append(
                 StepWorkRecord(
-                    request_id=item.request_id,
-                    work_kind=item.kind.value,
-                    num_tokens=item.num_tokens,
-                    num_computed_tokens=item.num_computed_tokens,
-                    token_index=None if token is None else token.index,
-                    token_offset_s=None if token is None else token.at - report.started_at,
+                    item.request_id,
+                    item.kind.value,
+                    item.num_tokens,
+                    item.num_computed_tokens,
+                    None if token is None else token.index,
+                    None if token is None else token.at - report.started_at,
                 )
             )
         decision = report.plan.decision

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,40 @@ def test_there_is_one_head_and_revisions_are_numbered_in_a_line() -> None:
     assert len(scripts.get_heads()) == 1
     revisions = [script.revision for script in scripts.walk_revisions()][::-1]
     assert revisions == [f"{number:04d}" for number in range(1, len(revisions) + 1)]
+
+
+def test_migrations_are_found_beside_an_installed_package(tmp_path: Path) -> None:
+    # As in a wheel: the folder is inside the package, and nothing of the checkout is near.
+    root = schema.migrations_folder().parent
+    shutil.copytree(root / "store", tmp_path / "site" / "store")
+    shutil.copytree(root / "alembic", tmp_path / "site" / "store" / "migrations")
+    (tmp_path / "site" / "engine").mkdir()
+    for name in ("__init__.py", "step.py", "clock.py"):
+        shutil.copy(root / "engine" / name, tmp_path / "site" / "engine" / name)
+    code = (
+        "from store import schema; print(schema.migrations_folder());"
+        f" print(schema.migrate('sqlite:///{tmp_path}/x.db').is_current)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "site" / "store" / "migrations"), "True"]
+
+
+def test_alembics_own_command_works_in_the_checkout(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    subprocess.run(
+        [sys.executable, "-m", "alembic", "-x", f"db={url}", "upgrade", "head"],
+        cwd=schema.migrations_folder().parent,
+        capture_output=True,
+        check=True,
+    )
+    assert schema.state(url).is_current
 
 
 def test_upgrade_twice_and_downgrade_to_nothing(empty_url: str) -> None:

@@ -360,6 +360,36 @@ def test_the_thread_gives_up_a_dead_database_when_it_is_closed(
     assert (stats.kinds["step"].dropped, stats.num_rows_queued) == (50, 0)
 
 
+def test_offers_go_on_while_the_thread_is_stuck_in_the_driver(
+    url: str, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database.open_writer(url)
+    begin = database.begin
+    is_stuck, is_free = threading.Event(), threading.Event()
+
+    @contextmanager
+    def begin_when_free() -> Iterator[Any]:
+        is_stuck.set()
+        assert is_free.wait(timeout=60)
+        with begin() as connection:
+            yield connection
+
+    monkeypatch.setattr(database, "begin", begin_when_free)
+    writer = TelemetryWriter(database, make_run(), clock, WriterConfig(max_queue_rows=100))
+    writer.start()
+    assert is_stuck.wait(timeout=60)
+    assert [writer.offer(make_step(number)) for number in range(60)].count(True) == 50
+    assert is_balanced(writer.stats())
+    # The thread is left alone with its connection; a later close finds its work done.
+    assert not writer.close(timeout_s=0)
+    is_free.set()
+    assert writer.close(timeout_s=60)
+    assert count_rows(url)["step"] == 50
+    (event,) = read_events(url)
+    assert event["numbers"]["num_step_rows"] == 10
+    assert is_balanced(writer.stats())
+
+
 @pytest.mark.parametrize("name", ["max_queue_rows", "max_batch_rows", "flush_interval_s"])
 def test_settings_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=name):
