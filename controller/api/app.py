@@ -21,10 +21,12 @@ from controller.api.metrics import metrics_router
 from controller.api.models import models_router
 from controller.api.responses import ChatChunk
 from controller.api.system import system_router
+from controller.api.telemetry import telemetry_router
 from controller.policy.slo import SloClass
 from controller.runtime.generation import InferenceService
 from controller.runtime.metrics import Metrics
 from engine.clock import Clock, MonotonicClock
+from store.queries import TelemetryReader
 
 DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
 
@@ -36,7 +38,7 @@ def create_app(
     default_class: str = "default",
     lenient_slo: bool = False,
     api_key: str | None = None,
-    telemetry_reader: Any | None = None,
+    telemetry_reader: TelemetryReader | None = None,
     metrics: Metrics | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     clock: Clock | None = None,
@@ -80,8 +82,6 @@ def create_app(
     if metrics is not None:
         app.include_router(metrics_router(metrics.registry))
     if telemetry_reader is not None:
-        from controller.api.telemetry import telemetry_router
-
         app.include_router(telemetry_router(telemetry_reader))
     _describe_chunks(app)
     return app

@@ -52,6 +52,7 @@ ERROR_CODES: Mapping[str, str] = {
     "draining": "the server is shutting down",
     "not_ready": "the server is loading",
     "dead": "the engine has stopped",
+    "telemetry_unavailable": "the telemetry database cannot be read",
 }
 """Every `error.code` that this door can send, and what it means."""
 
