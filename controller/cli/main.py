@@ -1,6 +1,6 @@
 """`paceline`: the command line's root.
 
-Owns the list of commands, the exit codes and how an error looks. Importing it must not import torch.
+Owns the list of commands. Importing it must not import torch.
 """
 
 from __future__ import annotations

@@ -24,10 +24,13 @@ _NOT_FLAGS = frozenset({"model", "planner"})
 
 
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Give `function(flags, …)` one option per setting; `flags` holds only those that were given."""
+    """Give `function(flags, …)` one option per setting.
+
+    `flags` holds only those that were given.
+    """
     own = [
         parameter
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
         if name != "flags"
     ]
     names = [name for name in Settings.model_fields if name not in _NOT_FLAGS]
@@ -42,7 +45,7 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     # typer follows `__wrapped__` to the undecorated signature otherwise.
-    del wrapper.__wrapped__  # type: ignore[attr-defined]
+    del wrapper.__wrapped__
     return wrapper
 
 
@@ -52,7 +55,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = f"--{_FLAG_NAMES.get(name, name).replace('_', '-')}"
     if kind is bool:
         flag += f"/--no-{flag[2:]}"
-    default = "" if field.default in (None, ()) else f" [default: {_shown(field.default)}]"
+    default = "" if field.default in (None, ()) else f" (default: {_shown(field.default)})"
     option = typer.Option(
         flag,
         help=f"{field.description}{default}",
@@ -60,7 +63,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         show_default=False,
         metavar=None if kind is bool else _metavar(field.annotation),
     )
-    annotation = Annotated[kind | None, option]
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made at run time
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

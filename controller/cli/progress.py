@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 
 class StartupProgress:
-    """Callable with (done, total, description); one bar per kind of work, nothing when it is over."""
+    """Callable with (done, total, description); one bar per kind of work."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)

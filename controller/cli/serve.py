@@ -34,13 +34,14 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="`demo`, a local directory or a hub id in safetensors.", show_default="demo"
+            help="`demo`, a local directory or a hub id in safetensors. (default: demo)",
+            show_default=False,
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with settings [default: paceline.toml if it is there]",
+            help="TOML file with settings (default: paceline.toml if it is there)",
             show_default=False,
         ),
     ] = None,
@@ -105,7 +106,16 @@ async def _serve(runtime: Runtime, listener: socket.socket) -> None:
     from controller.api.app import create_app
 
     service, settings = runtime.service, runtime.settings
-    app = create_app(service)
+    key = settings.api_key
+    app = create_app(
+        service,
+        slo_classes=settings.slo_classes,
+        default_class=settings.default_slo_class,
+        lenient_slo=settings.is_lenient_slo,
+        api_key=None if key is None else key.get_secret_value(),
+        telemetry_reader=runtime.reader,
+        metrics=runtime.metrics,
+    )
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -131,10 +141,10 @@ async def _serve(runtime: Runtime, listener: socket.socket) -> None:
 
 async def _report_status(runtime: Runtime) -> None:
     """Print one line every ten seconds while there is something to tell."""
-    previous = None
+    _, previous = status_line(runtime, None)
     while True:
         await asyncio.sleep(_STATUS_INTERVAL_S)
-        line, state = status_line(runtime, previous)
-        if previous is None or state != previous:
+        line, counts = status_line(runtime, previous)
+        if counts != previous:
             print(line, flush=True)
-        previous = state
+        previous = counts

@@ -196,7 +196,7 @@ class Service:
             self._abort()
 
     def _abort(self) -> None:
-        """End whatever is left after a fatal error; any thread, since the loop's is gone by then."""
+        """End whatever is left after a fatal error; any thread, as the loop's is gone by then."""
         with self._abort_lock:
             ended = self._loop.abort(self._fatal or "the engine stopped")
         self._hub.end_all(ended)

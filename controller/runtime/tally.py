@@ -1,7 +1,7 @@
 """`Tally`: a handful of counters for the status line.
 
-Owns plain integers, written on the loop's thread and read by others without a lock: each is replaced
-as a whole, and a line that is one step old harms nobody.
+Owns plain integers, written on the loop's thread and read by others without a lock: each is
+replaced as a whole, and a line that is one step old harms nobody.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.loop import EngineLoop
 from engine.ports import Planner, StepListener
 from store.errors import StoreError
+from store.queries import TelemetryReader
 from store.records import RunRecord
 from store.schema import migrate
 from store.writer import TelemetryWriter
@@ -61,12 +62,14 @@ class Runtime:
     metrics: Metrics
     tally: Tally
     writer: TelemetryWriter
+    reader: TelemetryReader
     warmup_steps: int
 
     def close(self) -> None:
         """Drain and stop the loop, then flush telemetry; the database is closed last."""
         self.service.stop(self.settings.drain_timeout_s)
         self.writer.close()
+        self.reader.close()
 
 
 def build_runtime(settings: Settings, progress: Progress) -> Runtime:
@@ -96,6 +99,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     )
     try:
         writer = TelemetryWriter.open(settings.db, run, clock)
+        reader = TelemetryReader.open(settings.db)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
     metrics = Metrics(
@@ -146,7 +150,9 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     )
     writer.start()
     service.start()
-    return Runtime(settings, service, engine, config, cost_model, metrics, tally, writer, warmup_steps)
+    return Runtime(
+        settings, service, engine, config, cost_model, metrics, tally, writer, reader, warmup_steps
+    )
 
 
 def _load(settings: Settings, progress: Progress) -> LoadedEngine:

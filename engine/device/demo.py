@@ -105,7 +105,7 @@ def _convert(building: Path, progress: Progress) -> None:
     model.generation_config.eos_token_id = [model.config.eos_token_id, end_of_turn]
     model.save_pretrained(building)
     tokenizer.save_pretrained(building)
-    notice = Path(package.__file__).parent / "data" / "NOTICE.md"
+    notice = Path(str(package.__file__)).parent / "data" / "NOTICE.md"
     if notice.is_file():
         shutil.copy(notice, building / "NOTICE.md")
     shutil.rmtree(gguf_folder)

@@ -6,7 +6,6 @@ Owns the choices that depend on the device: dtype, attention backend, block size
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
@@ -60,7 +59,8 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
     """Load `source` (`demo`, a directory or a hub id); ModelLoadError says what to change."""
     transformers.utils.logging.disable_progress_bar()
     device = _device_of(options.device)
-    path = str(prepare_demo(progress)) if source == "demo" and not Path(source).exists() else source
+    # A directory of that name is `./demo`: the word alone means the same thing everywhere.
+    path = str(prepare_demo(progress)) if source == "demo" else source
     progress(0, 2, "loading the weights")
     model = load_model(path, options.dtype, device)
     progress(1, 2, "loading the tokenizer")
@@ -133,7 +133,7 @@ def _max_model_len(asked: int | None, model: DecoderModel, pool_tokens: int, kv_
     longest = model.max_position_embeddings
     if pool_tokens < 2:
         raise ModelLoadError(
-            f"--kv-cache-memory-bytes {kv_bytes}: holds {pool_tokens} tokens of this model; raise it"
+            f"--kv-cache-memory-bytes {kv_bytes}: holds {pool_tokens} tokens; raise it"
         )
     if asked is None:
         return min(longest, pool_tokens)

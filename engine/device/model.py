@@ -100,7 +100,7 @@ class DecoderModel:
         if probe.num_calls != expected or sorted(probe.layers) != list(range(expected)):
             raise ModelLoadError(
                 f"{self.name}: {type(self._model).__name__} routed {probe.num_calls} of {expected}"
-                " layers through the attention interface; this architecture cannot be served exactly"
+                " layers through the attention interface; it cannot be served exactly"
             )
         return tuple(probe.layers[index] for index in range(expected))
 

@@ -100,7 +100,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @dataclass
 class ChunkPlanner:
-    """A test double: everyone is admitted; decodes first, then every prompt in chunks of `chunk`."""
+    """A double: everyone is admitted; decodes first, then every prompt in chunks of `chunk`."""
 
     chunk: int | None = None
 
