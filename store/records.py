@@ -170,9 +170,9 @@ class StepRecord:
 class RequestRecord:
     """One request, offered once, at its end: what was promised, what was decided, what happened.
 
-    `decision` is `admit` or `reject` (empty if the request ended before any verdict) with its
-    `reason`; `finish_reason` is an `engine.request.FinishReason`. `queue_s` runs from arrival to
-    the first scheduled chunk, `prefill_s` on to the first token, `decode_s` on to the end.
+    `decision` is `admit`, `reject` or `wait` (empty if the request ended before any verdict) with
+    its `reason`; `finish_reason` is an `engine.request.FinishReason`. `queue_s` runs from arrival
+    to the first scheduled chunk, `prefill_s` on to the first token, `decode_s` on to the end.
     `attained` says whether every target given was met; None without targets.
     """
 
