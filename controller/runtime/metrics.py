@@ -162,6 +162,7 @@ class Metrics:
         self._slack = self._gauge(
             "paceline_min_slack_seconds", "Slack of the tightest decode, negative = late"
         )
+        self._slack.set(float("nan"))
         self._preempted = self._gauge("paceline_requests_preempted", "Requests that gave way")
         self._admissions = Counter(
             "paceline_admissions", "Verdicts on requests", ["decision", "reason"],
