@@ -120,7 +120,7 @@ class Database:
         try:
             with self.engine.begin() as connection:
                 yield connection
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, UnicodeError) as error:
             raise DatabaseUnavailableError(f"cannot read {self.shown}: {brief(error)}") from error
 
     def close(self) -> None:

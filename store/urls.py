@@ -14,7 +14,8 @@ from sqlalchemy.exc import ArgumentError
 from store.errors import DatabaseUrlError
 
 EXAMPLES = "sqlite:///paceline.db or postgresql+psycopg://user:password@host/name"
-_PASSWORD = re.compile(r"(?P<head>[\w+]+://[^/\s:@]*:)[^/\s]*@")
+# Greedy on purpose: a password may hold spaces, slashes and at-signs; masking too much is harmless.
+_PASSWORD = re.compile(r"(?P<head>[\w+]+://[^/\s:@]*:).*@")
 _POSTGRESQL_NAMES = frozenset({"postgres", "postgresql", "postgresql+psycopg"})
 
 

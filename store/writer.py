@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from engine.clock import Clock
 from store.backlog import Backlog, BacklogStats, KindCounts
 from store.batch import begin_run, end_run, insert_records, is_retryable
-from store.database import Database, brief
+from store.database import Database, brief, sqlite_warning
 from store.records import EventKind, EventRecord, Record, RunRecord, num_rows
 from store.schema import require_current
 
@@ -95,8 +95,13 @@ class TelemetryWriter:
     def open(
         cls, url: str, run: RunRecord, clock: Clock, config: WriterConfig | None = None
     ) -> TelemetryWriter:
-        """Open the (migrated) database at `url` for this run; StoreError if it cannot be used."""
+        """Open the (migrated) database at `url` for this run; StoreError if it cannot be used.
+
+        Logs a warning if the SQLite library is known to be unsafe.
+        """
         database = Database.open_writer(url)
+        if database.is_sqlite and (warning := sqlite_warning()):
+            logger.warning(warning)
         try:
             require_current(database)
         except BaseException:

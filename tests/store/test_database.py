@@ -52,6 +52,7 @@ def test_library_versions_without_the_fix(version: tuple[int, int, int], is_warn
         "postgresql://u:topsecret@h",
         "postgresql+psycopg2://u:topsecret@h/d",
         "postgresql://u:topsecret@h:port/d",
+        "postgresql://u:a/topsecret @b@h:port/d",
     ],
 )
 def test_bad_urls_are_named_without_their_password(bad: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from sqlalchemy import event, text
 
 from engine.clock import VirtualClock
 from store.database import Database
@@ -94,6 +95,50 @@ def test_missing_tables_are_an_outage_not_a_crash(sqlite_url: str, clock: Virtua
     assert writer.pump()
     assert writer.close()
     assert count_rows(sqlite_url)["step"] == 1
+
+
+def test_a_full_disk_is_an_outage(sqlite_url: str, sqlite_writer: TelemetryWriter) -> None:
+    writer = sqlite_writer
+    room = {"pages": 1}
+
+    def limit(connection: Any, _record: Any) -> None:
+        connection.execute(f"PRAGMA max_page_count = {room['pages']}")
+
+    assert writer.pump()
+    engine = writer._database.engine
+    engine.dispose()
+    event.listen(engine, "connect", limit)
+    step = make_step(1, failure="x" * 1_000_000)
+    assert writer.offer(step)
+    assert not writer.pump()
+    assert "full" in (writer.stats().last_error or "")
+    assert is_balanced(writer.stats())
+    room["pages"] = 1_000_000
+    assert writer.pump()
+    assert writer.close()
+    assert count_rows(sqlite_url)["step"] == 1
+
+
+def test_connections_that_the_server_ended_are_replaced(url: str, writer: TelemetryWriter) -> None:
+    if not url.startswith("postgresql"):
+        pytest.skip("SQLite has no server")
+    writer.offer(make_step(1))
+    assert writer.pump()
+    other = Database.open_writer(url)
+    with other.begin() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        )
+    other.close()
+    writer.offer(make_step(2))
+    while writer.stats().num_rows_queued:
+        writer.pump()
+    assert writer.close()
+    assert count_rows(url)["step"] == 2
+    assert is_balanced(writer.stats())
 
 
 def test_a_commit_whose_answer_got_lost_is_not_written_twice(

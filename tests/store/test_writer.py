@@ -188,6 +188,26 @@ def test_events_of_a_run_that_found_a_dead_one_keep_their_own_numbers(
     ]
 
 
+def test_counts_balance_while_threads_offer_and_rows_are_written(
+    url: str, writer: TelemetryWriter
+) -> None:
+    def offer(thread_no: int) -> None:
+        for number in range(100):
+            writer.offer(make_step(thread_no * 100 + number))
+
+    threads = [threading.Thread(target=offer, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert writer.pump()
+        assert is_balanced(writer.stats())
+    assert writer.close()
+    stats = writer.stats()
+    assert is_balanced(stats)
+    assert (stats.kinds["step"].offered, stats.num_rows_queued) == (400, 0)
+    assert count_rows(url)["step"] == stats.kinds["step"].committed
+
+
 def test_offers_after_the_close_are_counted(writer: TelemetryWriter) -> None:
     writer.close()
     assert not writer.offer(make_step(1))
