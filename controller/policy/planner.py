@@ -239,19 +239,19 @@ class SloPlanner:
             return _Budget(quota, lower, 0, "min_quota")
         backlog = int(judged.queue.remaining.sum())
         knee = knee_tokens(curve, config.knee_share)
-        num_tokens = choose_tokens(lower, upper, knee, backlog, config.drain_steps)
+        wanted = choose_tokens(lower, upper, knee, backlog, config.drain_steps)
         num_tokens = settle_tokens(
-            num_tokens, lower, upper, head, view.block_size, config.split_threshold
+            wanted, lower, upper, head, view.block_size, config.split_threshold
         )
         explored = explored_tokens(view.step_no, config.exploration, lower, upper)
         if explored is not None:
             return _Budget(explored, lower, upper, "explore")
-        if num_tokens < upper:
-            binding = "ttft_demand" if num_tokens <= lower else "idle"
-        elif upper == seated.load.num_tokens:
-            binding = "kv_blocks" if seated.is_short_of_blocks else "idle"
+        if max(wanted, num_tokens) < upper:
+            binding = "ttft_demand" if wanted == lower else "idle"
         elif upper == room:
             binding = "token_budget"
+        elif upper == seated.load.num_tokens:
+            binding = "kv_blocks" if seated.is_short_of_blocks else "idle"
         else:
             binding = "gap_limit" if pacing.is_gap_limited else "decode_slack"
         return _Budget(num_tokens, lower, upper, binding)

@@ -1,0 +1,250 @@
+"""Verdicts, predictions and the on-time set."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from controller.policy.admission import (
+    hard_refusal,
+    max_age_s,
+    screen,
+    verdict_on_late,
+    verdict_on_pace,
+    verdicts_on_kept,
+)
+from controller.policy.budget import DecodeLoad, PrefillLoad, candidate_tokens, latency_curve
+from controller.policy.on_time import drain_s, late_set, predict_alone
+from controller.policy.ordering import PrefillQueue
+from controller.policy.settings import PolicyConfig
+from controller.policy.slo import OnInfeasible, Promise, Slo
+from engine.request import Request
+from engine.step import Admission, AdmissionAction
+from tests.controller.policy.doubles import LinearCostModel, decode, slo_class, view_of, waiting
+
+CONFIG = PolicyConfig()
+WAIT = AdmissionAction.WAIT
+
+
+def told_to_wait(request: Request) -> Request:
+    request.admission = Admission(request.request_id, WAIT, "queued")
+    return request
+
+
+def test_what_no_policy_can_serve_is_refused_at_once() -> None:
+    small = view_of(num_blocks=4, max_model_len=100)
+
+    def reason(request: Request, is_draining: bool = False) -> str | None:
+        view = view_of(num_blocks=4, max_model_len=100, is_draining=is_draining)
+        refusal = hard_refusal(request, view)
+        return None if refusal is None else refusal.reason
+
+    assert reason(waiting("a", 63)) is None
+    assert reason(waiting("a", 64)) == "kv_never_fits"
+    assert reason(waiting("a", 100)) == "context_length"
+    assert reason(waiting("a", 1), is_draining=True) == "draining"
+    refusal = hard_refusal(waiting("a", 64), small)
+    assert refusal is not None
+    assert refusal.retry_after_s is None
+    assert "64 tokens" in refusal.message
+
+
+def test_a_full_queue_refuses_the_newcomers_only() -> None:
+    requests = [told_to_wait(waiting(f"old{i}", 10)) for i in range(3)]
+    view = view_of(waiting=[*requests, waiting("new", 10)], max_waiting=3)
+    kept, verdicts = screen(view, 100, None)
+    assert [r.request_id for r in kept] == ["old0", "old1", "old2"]
+    assert [(v.request_id, v.reason) for v in verdicts] == [("new", "queue_full")]
+    assert verdicts[0].retry_after_s == 1.0
+
+
+def test_queued_prompt_tokens_are_bounded_but_a_lone_long_prompt_is_not() -> None:
+    view = view_of(waiting=[waiting("long", 90), waiting("b", 20), waiting("c", 8)])
+    kept, verdicts = screen(view, 100, 50)
+    assert [r.request_id for r in kept] == ["long"]
+    assert [v.reason for v in verdicts] == ["queue_full", "queue_full"]
+    kept, verdicts = screen(view, 100, 118)
+    assert (len(kept), len(verdicts)) == (3, 0)
+
+
+def test_newcomers_beyond_the_judged_are_told_to_wait_once() -> None:
+    view = view_of(waiting=[waiting("a"), waiting("b"), told_to_wait(waiting("c"))])
+    kept, verdicts = screen(view, 1, None)
+    assert [r.request_id for r in kept] == ["a"]
+    assert [(v.request_id, v.action) for v in verdicts] == [("b", WAIT)]
+
+
+def curve_and_queue(*requests: Request, num_decodes: int = 0) -> tuple[float, float]:
+    """Seconds until the first and the last of the requests are done at a period of 0.5 s."""
+    model = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1, margin=0.0)
+    queue = PrefillQueue.of(requests, CONFIG, 1.0, [10] * len(requests), 0.1)
+    curve = latency_curve(
+        model,
+        DecodeLoad(num_decodes, 0),
+        PrefillLoad(queue.remaining, queue.past),
+        candidate_tokens(2000),
+    )
+    _, done_s = drain_s(curve, queue, 0.5, 10.0, 1.0)
+    return float(done_s[0]), float(done_s[-1])
+
+
+def test_the_queue_drains_at_the_rate_that_the_decodes_allow() -> None:
+    # 0.1 + 0.001·N within 0.5 s: 400 tokens a step.
+    first, last = curve_and_queue(waiting("a", 400), waiting("b", 600))
+    assert first == pytest.approx(0.5)
+    assert last == pytest.approx(1.0 + 0.3)
+    # Ten decodes leave 300 tokens a step.
+    _, busy = curve_and_queue(waiting("a", 400), waiting("b", 600), num_decodes=10)
+    assert busy == pytest.approx(3 * 0.5 + 0.3)
+
+
+def test_those_before_slow_the_rate_once_they_decode() -> None:
+    pace = CONFIG.pace
+    tight = waiting("a", 400, slo=Slo(ttft_s=9.0, tpot_s=0.3 / pace))
+    _, last = curve_and_queue(tight, waiting("b", 600))
+    # The last step may or may not be counted as a full one.
+    assert 0.5 + 3 * 0.3 - 0.01 <= last <= 0.5 + 3 * 0.3 + 0.11
+
+
+def test_decodes_without_room_leave_the_quota() -> None:
+    first, _ = curve_and_queue(waiting("a", 20), num_decodes=50)
+    assert first == pytest.approx(2.0)
+
+
+def chosen(
+    work: list[float],
+    left: list[float],
+    weight: list[float] | None = None,
+    started: list[bool] | None = None,
+    config: PolicyConfig = CONFIG,
+) -> list[bool]:
+    n = len(work)
+    dropped = late_set(
+        np.array(work),
+        np.array(left),
+        np.array(weight or [1.0] * n),
+        np.array(started or [False] * n),
+        config,
+    )
+    return [bool(is_dropped) for is_dropped in dropped]
+
+
+def test_nobody_is_dropped_while_all_are_on_time() -> None:
+    assert chosen([1, 1, 1], [1, 2, 3]) == [False] * 3
+
+
+def test_the_largest_is_dropped_so_that_most_are_on_time() -> None:
+    assert chosen([1, 5, 1, 1], [9, 9, 6.5, 7]) == [False, True, False, False]
+
+
+def test_weights_protect_and_started_work_is_dear() -> None:
+    assert chosen([2, 3], [4, 4], weight=[1.0, 10.0]) == [True, False]
+    assert chosen([2, 3], [4, 4], started=[False, True]) == [True, False]
+
+
+def test_a_hopeless_one_takes_nobody_with_it() -> None:
+    assert chosen([1, 9, 1], [5, 5, 5]) == [False, True, False]
+    assert chosen([1, 1], [-1, 5]) == [True, False]
+
+
+def test_best_effort_yields_before_any_promise() -> None:
+    assert chosen([1, 3], [math.inf, 3.5], weight=[0.0, 1.0]) == [True, False]
+
+
+def test_a_stream_in_the_middle_is_never_dropped() -> None:
+    assert chosen([3, 3], [math.inf, 4], weight=[math.inf, 1.0]) == [False, True]
+
+
+def test_length_neutral_shedding_looks_at_weights_alone() -> None:
+    neutral = PolicyConfig(length_neutrality=1.0)
+    assert chosen([4, 2], [5, 5], weight=[1.5, 1.0]) == [True, False]
+    assert chosen([4, 2], [5, 5], weight=[1.5, 1.0], config=neutral) == [False, True]
+
+
+def test_alone_is_the_best_that_a_server_could_do() -> None:
+    model = LinearCostModel((0.001, 0.01, 0.0, 1e-6, 0.0), 0.1)
+    alone = predict_alone(model, [waiting("a", 250), waiting("b", 50), waiting("c", 200)], 100)
+    # 100 after 0, 100 after 100, 50 after 200.
+    assert alone.first_token_s[0] == pytest.approx(0.2 + 0.2 + 0.01 + 0.15 + 0.01)
+    assert alone.first_token_s[1] == pytest.approx(0.15)
+    assert alone.first_token_s[2] == pytest.approx(0.2 + 0.2 + 0.01)
+    assert alone.decode_s.tolist() == pytest.approx([0.11] * 3)
+
+
+def late(on: OnInfeasible, ttft: float | None = 2.0, at: float = 0.0) -> Request:
+    return waiting("a", slo=Slo(ttft_s=ttft, tpot_s=0.1), of=slo_class(on_infeasible=on), at=at)
+
+
+def test_a_late_request_is_refused_with_the_reason_and_an_honest_retry() -> None:
+    now = verdict_on_late(late(OnInfeasible.REJECT), 0.5, 5.0, 1.0, CONFIG)
+    never = verdict_on_late(late(OnInfeasible.REJECT), 0.5, 5.0, 3.0, CONFIG)
+    expired = verdict_on_late(late(OnInfeasible.REJECT), 2.5, 5.0, 1.0, CONFIG)
+    assert now is not None
+    assert never is not None
+    assert expired is not None
+    assert (now.reason, now.retry_after_s, now.predicted_ttft_s) == ("overloaded", 3.0, 5.0)
+    assert (never.reason, never.retry_after_s) == ("ttft_unreachable", None)
+    assert expired.reason == "deadline_expired"
+    assert {v.action for v in (now, never, expired)} == {AdmissionAction.REJECT}
+    assert "5 s against a target of 2 s" in now.message
+
+
+def test_a_class_may_degrade_or_queue() -> None:
+    degraded = verdict_on_late(late(OnInfeasible.DEGRADE), 0.5, math.inf, 1.0, CONFIG)
+    assert degraded is not None
+    assert (degraded.action, degraded.is_degraded) == (WAIT, True)
+    assert degraded.predicted_ttft_s is None
+    queued = late(OnInfeasible.QUEUE)
+    assert verdict_on_late(queued, 29.0, 40.0, 1.0, CONFIG) is None
+    too_old = verdict_on_late(queued, 30.0, 40.0, 1.0, CONFIG)
+    assert too_old is not None
+    assert too_old.action is AdmissionAction.REJECT
+
+
+def test_without_a_first_token_target_nobody_is_late() -> None:
+    assert verdict_on_late(late(OnInfeasible.REJECT, ttft=None), 9.0, 9.0, 1.0, CONFIG) is None
+    assert verdict_on_late(waiting("a"), 9.0, 9.0, 1.0, CONFIG) is None
+
+
+def test_the_age_bound_grows_with_the_target() -> None:
+    def bound(slo: Slo) -> float:
+        return max_age_s(Promise(slo, slo_class(), 0.0), CONFIG)
+
+    assert bound(Slo(ttft_s=1.0)) == 30.0
+    assert bound(Slo(ttft_s=9.0)) == 90.0
+    assert bound(Slo(e2e_s=5.0)) == 50.0
+    assert bound(Slo(tpot_s=5.0)) == 30.0
+
+
+def test_a_pace_that_no_server_reaches() -> None:
+    refused = verdict_on_pace(late(OnInfeasible.REJECT), 0.2)
+    degraded = verdict_on_pace(late(OnInfeasible.DEGRADE), 0.2)
+    assert refused is not None
+    assert degraded is not None
+    assert (refused.reason, refused.action) == ("tpot_unreachable", AdmissionAction.REJECT)
+    assert (degraded.action, degraded.is_degraded) == (WAIT, True)
+    assert verdict_on_pace(late(OnInfeasible.QUEUE), 0.2) is None
+    assert verdict_on_pace(late(OnInfeasible.REJECT), 0.1) is None
+    assert verdict_on_pace(waiting("a"), 0.2) is None
+
+
+def test_kept_requests_hear_only_what_changes() -> None:
+    new, told, starting, degraded, before = (waiting(i) for i in "abcde")
+    told_to_wait(told)
+    before.admission = Admission("e", WAIT, "overloaded", is_degraded=True)
+    verdict = Admission("d", WAIT, "overloaded", is_degraded=True)
+    heard = verdicts_on_kept(
+        [new, told, starting, degraded, before, decode("f")],
+        [1.0, 1.0, 0.5, 9.0, 2.0, 0.0],
+        {"d": verdict},
+        {"c", "e", "f"},
+    )
+    assert [(v.request_id, v.action.value, v.reason, v.is_degraded) for v in heard] == [
+        ("a", "wait", "queued", False),
+        ("c", "admit", "admitted", False),
+        ("d", "wait", "overloaded", True),
+        ("e", "admit", "overloaded", True),
+    ]
+    assert heard[0].predicted_ttft_s == 1.0

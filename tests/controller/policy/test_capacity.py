@@ -1,0 +1,131 @@
+"""Blocks: exact accounting, who gives way, who may come in."""
+
+from __future__ import annotations
+
+from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.kv import BlockLedger
+from engine.ports import RequestView
+from engine.request import Request
+from tests.controller.policy.doubles import decode, running, view_of, waiting
+
+
+def latest_first(request: RequestView) -> tuple[float, ...]:
+    return (-request.arrived_at,)
+
+
+def test_the_ledger_counts_what_is_missing() -> None:
+    ledger = BlockLedger(2, 16)
+    request = running(waiting("a", 100), 20, 0)
+    assert ledger.needed(request, 12) == 0
+    assert ledger.needed(request, 13) == 1
+    assert ledger.most_tokens(request) == 44
+    assert not ledger.take(request, 45)
+    assert ledger.num_free == 2
+    assert ledger.take(request, 44)
+    assert ledger.num_free == 0
+    assert ledger.most_tokens(request) == 12
+    ledger.release(request)
+    assert ledger.num_free == 2
+
+
+def test_running_requests_split_by_what_they_compute_next() -> None:
+    stream, prompt = decode("a"), running(waiting("b"), 16, 0)
+    assert split_running([stream, prompt]) == ([stream], [prompt])
+
+
+def full(request_id: str, at: float, num_preemptions: int = 0) -> Request:
+    """A decode whose next token needs a block."""
+    request = decode(request_id, num_prompt=32, num_output=1, at=at)
+    request.num_preemptions = num_preemptions
+    return request
+
+
+def test_nobody_gives_way_while_blocks_last() -> None:
+    ledger = BlockLedger(2, 16)
+    assert make_room([full("a", 0), full("b", 1)], [], ledger, latest_first) == []
+    assert ledger.num_free == 0
+    assert make_room([], [], ledger, latest_first) == []
+
+
+def test_the_victims_blocks_serve_the_others() -> None:
+    a, b, c = full("a", 0), full("b", 1), full("c", 2)
+    ledger = BlockLedger(0, 16)
+    assert make_room([a, b, c], [], ledger, latest_first) == [c]
+    assert ledger.num_free == 0
+
+
+def test_a_prefill_may_give_way_to_decodes() -> None:
+    prompt = running(waiting("p", 100, at=5), 20, 0)
+    ledger = BlockLedger(0, 16)
+    assert make_room([full("a", 0)], [prompt], ledger, latest_first) == [prompt]
+    assert ledger.num_free == 1
+
+
+def test_a_victim_without_blocks_is_not_enough() -> None:
+    empty = running(waiting("p", 100, at=5), 0, 0)
+    ledger = BlockLedger(0, 16)
+    assert make_room([full("a", 0), full("b", 1)], [empty], ledger, latest_first)[1:]
+
+
+def test_whoever_gave_way_three_times_is_spared() -> None:
+    a, b = full("a", 0), full("b", 1, num_preemptions=3)
+    assert make_room([a, b], [], BlockLedger(0, 16), latest_first) == [a]
+
+
+def test_prefills_that_block_each_other_are_untied() -> None:
+    first, second = (running(waiting(i, 100, at=at), 32, 0) for i, at in (("a", 0), ("b", 1)))
+    assert make_room([], [first, second], BlockLedger(0, 16), latest_first) == [second]
+    assert make_room([], [first, second], BlockLedger(1, 16), latest_first) == []
+    # Alone it can only wait for the loop to end it; there is nobody to take blocks from.
+    assert make_room([], [first], BlockLedger(0, 16), latest_first) == []
+    empty = running(waiting("c", 100, at=2), 0, 0)
+    assert make_room([], [first, second, empty], BlockLedger(0, 16), latest_first) == [
+        empty,
+        second,
+    ]
+
+
+def intake(
+    request: list[Request], num_blocks: int, *, seats: int = 8, reserve: float = 0.0
+) -> tuple[Intake, BlockLedger]:
+    view = view_of(running=request, num_blocks=num_blocks)
+    ledger = BlockLedger(view.num_free_blocks, 16)
+    return Intake(view, ledger, request, seats, reserve, lambda _: 32), ledger
+
+
+def test_only_what_can_grow_comes_in() -> None:
+    # The stream holds 3 blocks and is expected to need 33 + 31 more tokens: 4 in all.
+    stream = decode("a", num_prompt=32, num_output=2)
+    door, ledger = intake([stream], 12)
+    assert door.admit(waiting("b", 64))
+    assert ledger.num_free == 5
+    assert not door.is_short
+    assert not door.admit(waiting("c", 64))
+    assert door.is_short
+    assert door.admit(waiting("d", 16, max_tokens=1))
+
+
+def test_the_reserve_is_left_alone_but_never_keeps_the_first_out() -> None:
+    door, _ = intake([decode("a")], 12, reserve=0.5)
+    assert not door.admit(waiting("b", 64))
+    alone, _ = intake([], 5, reserve=1.0)
+    assert alone.admit(waiting("c", 64))
+    nowhere, _ = intake([], 3)
+    assert not nowhere.admit(waiting("d", 64))
+
+
+def test_an_answer_that_outgrew_the_expectation_is_expected_to_go_on() -> None:
+    long = decode("a", num_prompt=32, num_output=100, max_tokens=1000)
+    door, _ = intake([long], 15)
+    assert door.admit(waiting("b", 64, max_tokens=8))
+    tight, _ = intake([long], 13)
+    assert not tight.admit(waiting("b", 64, max_tokens=8))
+
+
+def test_seats_run_out_and_may_be_kept() -> None:
+    door, _ = intake([decode("a")], 100, seats=3)
+    door.set_aside(waiting("due", 160))
+    assert door.admit(waiting("b"))
+    assert door.is_full
+    assert not door.admit(waiting("c"))
+    assert not door.is_short

@@ -1,0 +1,92 @@
+"""When running streams are due."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.policy.budget import DecodeLoad
+from controller.policy.lengths import OutputLengths
+from controller.policy.pacing import Pacing, pace_decodes
+from controller.policy.settings import PolicyConfig
+from controller.policy.slo import Promise, Slo
+from engine.request import Request
+from tests.controller.policy.doubles import LinearCostModel, decode
+
+NOW = 10.0
+MODEL = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1)
+
+
+def paced(*decodes: Request, config: PolicyConfig | None = None) -> Pacing:
+    config = config or PolicyConfig(pace=0.9, gap_limit_s=2.0)
+    load = DecodeLoad(len(decodes), 0)
+    return pace_decodes(NOW, decodes, load, config, MODEL, OutputLengths(default=11))
+
+
+def test_the_tightest_stream_sets_the_limit() -> None:
+    pacing = paced(
+        decode("loose", slo=Slo(tpot_s=1.0), last_at=10.0),
+        decode("tight", slo=Slo(tpot_s=0.5), last_at=9.8),
+        decode("none", last_at=9.9),
+    )
+    assert pacing.limit_s == pytest.approx(0.25)
+    assert pacing.period_s == pytest.approx(0.45)
+    assert pacing.tightest_id == "tight"
+    assert pacing.slack_s == pytest.approx(0.25)
+    assert not pacing.is_gap_limited
+    assert pacing.decode_s == pytest.approx(0.13)
+
+
+def test_without_targets_the_gap_limit_bounds_the_step() -> None:
+    pacing = paced(decode("a", last_at=9.0))
+    assert pacing.limit_s == pytest.approx(0.8)
+    assert (pacing.tightest_id, pacing.slack_s) == (None, None)
+    assert pacing.is_gap_limited
+    assert paced().limit_s == pytest.approx(1.8)
+
+
+def test_a_hopeless_stream_is_protected_by_the_gap_limit_only() -> None:
+    pacing = paced(decode("hopeless", slo=Slo(tpot_s=0.1), last_at=10.0))
+    assert pacing.limit_s == pytest.approx(1.8)
+    assert pacing.tightest_id is None
+
+
+def test_the_gap_limit_gives_a_slow_machine_room_for_prompts() -> None:
+    pacing = paced(decode("a", last_at=10.0), config=PolicyConfig(pace=1.0, gap_limit_s=0.1))
+    assert pacing.gap_limit_s == pytest.approx(2 * 0.11)
+    assert pacing.limit_s == pytest.approx(0.22)
+
+
+def test_banked_slack_is_spent_only_when_asked() -> None:
+    stream = decode("a", slo=Slo(ttft_s=20.0, tpot_s=0.5), last_at=10.0)
+    assert paced(stream).slack_s == pytest.approx(0.45)
+    bank = PolicyConfig(pace=0.9, bank=0.5, gap_limit_s=2.0)
+    # D_2 = 20 + 0.5; half of the way from 10.45.
+    pacing = paced(stream, config=bank)
+    assert pacing.slack_s == pytest.approx((20.5 - 10.45) / 2 + 0.45)
+    assert pacing.limit_s == pytest.approx(1.8)
+    untold = decode("b", slo=Slo(ttft_s=20.0, tpot_s=0.5), last_at=10.0)
+    assert isinstance(untold.promise, Promise)
+    untold.promise.base_at = None
+    assert paced(untold, config=bank).slack_s == pytest.approx(0.45)
+
+
+def test_banking_needs_a_schedule() -> None:
+    bank = PolicyConfig(pace=0.9, bank=1.0, gap_limit_s=2.0)
+    stream = decode("a", slo=Slo(e2e_s=15.0), last_at=10.0)
+    assert paced(stream, config=bank).slack_s == pytest.approx(0.45)
+
+
+def test_an_end_to_end_target_shares_what_is_left() -> None:
+    # 5 s for the 10 tokens that are expected to come.
+    stream = decode("a", slo=Slo(tpot_s=1.0, e2e_s=15.0), last_at=10.0)
+    assert paced(stream).slack_s == pytest.approx(0.45)
+    lost = decode("b", slo=Slo(tpot_s=1.0, e2e_s=9.0), last_at=10.0)
+    assert paced(lost).slack_s == pytest.approx(0.9)
+    only = decode("c", slo=Slo(e2e_s=9.0), last_at=10.0)
+    assert paced(only).slack_s is None
+
+
+def test_a_decode_without_a_token_instant_counts_from_now() -> None:
+    stream = decode("a", slo=Slo(tpot_s=0.5))
+    stream.last_token_at = None
+    assert paced(stream).slack_s == pytest.approx(0.45)

@@ -1,0 +1,67 @@
+"""Settings and the length tracker: every argument is checked and named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from controller.policy.lengths import OutputLengths
+from controller.policy.settings import PolicyConfig
+
+BAD: list[tuple[str, Any]] = [
+    *[(name, value) for name in ("pace", "knee_share") for value in (0.0, 1.5, math.nan, "x")],
+    *[
+        (name, value)
+        for name in ("bank", "exploration", "length_neutrality", "kv_reserve")
+        for value in (-0.1, 1.5, math.nan, True)
+    ],
+    *[
+        (name, value)
+        for name in (
+            "upper_pace",
+            "gap_limit_s",
+            "max_wait_s",
+            "max_age_factor",
+            "min_max_age_s",
+            "started_factor",
+        )
+        for value in (0.0, -1.0, math.inf, math.nan)
+    ],
+    ("drain_steps", 0.0),
+    *[(name, value) for name in ("token_budget", "max_waiting_tokens") for value in (0, 1.5, True)],
+    ("split_threshold", -1),
+    ("turn_period", 0),
+    ("max_judged", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_setting_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        PolicyConfig(**{name: value})
+
+
+def test_the_defaults_are_those_of_the_law() -> None:
+    config = PolicyConfig(drain_steps=math.inf, token_budget=1)
+    assert (config.pace, config.bank) == (0.95, 0.0)
+    assert config.upper_share == pytest.approx(0.95 / config.upper_pace)
+
+
+def test_expected_outputs_are_a_quantile_of_the_recent_ones() -> None:
+    lengths = OutputLengths(quantile=0.5, window=3, default=99)
+    assert lengths.expected("chat") == 99
+    for num_tokens in (1000, 10, 20, 30):
+        lengths.observe("chat", num_tokens)
+    lengths.observe("chat", 0)
+    assert lengths.expected("chat") == 20
+    assert lengths.expected("code") == 99
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("quantile", 0.0), ("quantile", 1.1), ("window", 0), ("default", 0)]
+)
+def test_length_arguments_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        OutputLengths(**{name: value})

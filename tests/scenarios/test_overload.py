@@ -1,0 +1,122 @@
+"""Overload on virtual time: shed early, keep the rest on time, starve nobody."""
+
+from __future__ import annotations
+
+import random
+
+from controller.policy.baselines import StaticPlanner
+from controller.policy.lengths import OutputLengths
+from controller.policy.planner import PolicyConfig, SloPlanner
+from controller.policy.slo import OnInfeasible, Promise, Slo
+from engine.config import EngineConfig
+from engine.ports import Planner
+from engine.request import FinishReason, Request
+from tests.controller.policy.checking import CheckedPlanner
+from tests.controller.policy.doubles import (
+    GPU_FLOOR_S,
+    GPU_WEIGHTS,
+    LinearCostModel,
+    Simulation,
+    slo_class,
+    waiting,
+)
+
+MODEL = LinearCostModel(GPU_WEIGHTS, GPU_FLOOR_S)
+ENGINE = EngineConfig(num_blocks=8192, max_model_len=8192, max_waiting_requests=100_000)
+CHAT = Slo(ttft_s=1.0, tpot_s=0.05)
+
+
+def arrivals(
+    rate: float,
+    duration_s: float,
+    slo: Slo | None = CHAT,
+    on_infeasible: OnInfeasible = OnInfeasible.REJECT,
+    seed: int = 1,
+) -> list[Request]:
+    """Poisson arrivals with skewed lengths."""
+    draw = random.Random(seed)
+    requests: list[Request] = []
+    at = draw.expovariate(rate)
+    while at < duration_s:
+        num_prompt = max(8, min(4000, round(draw.lognormvariate(6.7, 0.8))))
+        num_output = max(2, min(400, round(draw.lognormvariate(4.5, 0.8))))
+        requests.append(
+            waiting(
+                f"r{len(requests)}",
+                num_prompt,
+                at=at,
+                slo=slo,
+                of=slo_class(on_infeasible=on_infeasible),
+                max_tokens=num_output,
+            )
+        )
+        at += draw.expovariate(rate)
+    return requests
+
+
+def attained(requests: list[Request]) -> float:
+    promises = [r.promise for r in requests if isinstance(r.promise, Promise)]
+    return sum(bool(p.judge().attained) for p in promises) / len(promises)
+
+
+def run(planner: Planner, requests: list[Request]) -> Simulation:
+    sim = Simulation(planner, MODEL, ENGINE)
+    sim.run(requests)
+    return sim
+
+
+def slo_planner() -> CheckedPlanner:
+    return CheckedPlanner(SloPlanner(PolicyConfig(), MODEL, OutputLengths(default=128)))
+
+
+def test_under_light_load_everybody_is_on_time() -> None:
+    requests = arrivals(3.0, 20.0)
+    run(slo_planner(), requests)
+    assert attained(requests) == 1.0
+
+
+def test_past_the_knee_shedding_keeps_attainment_from_collapsing() -> None:
+    ours, theirs = arrivals(14.0, 20.0), arrivals(14.0, 20.0)
+    run(slo_planner(), ours)
+    run(StaticPlanner(384, is_edf=True), theirs)
+    assert attained(ours) > 0.5
+    assert attained(ours) > 1.5 * attained(theirs)
+    # Who is served is served in time: the misses are refusals, made early and with a reason.
+    served = [r for r in ours if r.finish_reason is not FinishReason.REJECTED]
+    assert attained(served) > 0.95
+    for request in ours:
+        if request.finish_reason is FinishReason.REJECTED:
+            assert request.admission is not None
+            assert request.admission.reason in {"overloaded", "deadline_expired"}
+            assert request.admission.retry_after_s is not None
+            assert request.finished_at is not None
+            assert request.finished_at - request.arrived_at <= 1.0 + 0.05
+
+
+def test_queued_and_degraded_requests_are_late_but_served() -> None:
+    for on_infeasible in (OnInfeasible.QUEUE, OnInfeasible.DEGRADE):
+        requests = arrivals(14.0, 8.0, on_infeasible=on_infeasible)
+        run(slo_planner(), requests)
+        assert {r.finish_reason for r in requests} == {FinishReason.LENGTH}
+        assert attained(requests) > 0.3
+
+
+def test_best_effort_is_not_starved_by_a_stream_of_promises() -> None:
+    promises = arrivals(20.0, 60.0)
+    patient = waiting("patient", 2000, at=1.0, max_tokens=8)
+    sim = run(slo_planner(), [*promises, patient])
+    assert patient.finish_reason is FinishReason.LENGTH
+    # Due after `max_wait_s`, then a share of every turn.
+    first_at = sim.token_times("patient")[0]
+    assert first_at <= 1.0 + PolicyConfig().max_wait_s + 10.0
+
+
+def test_a_heavy_class_is_kept_when_a_light_one_is_shed() -> None:
+    gold, plain = arrivals(5.0, 20.0, seed=2), arrivals(10.0, 20.0, seed=3)
+    for i, request in enumerate(gold):
+        request.request_id = f"gold{i}"
+        assert isinstance(request.promise, Promise)
+        request.promise.slo_class = slo_class("gold", weight=10.0)
+    run(slo_planner(), [*gold, *plain])
+    assert attained(gold) > 0.9
+    assert attained(gold) > attained(plain)
