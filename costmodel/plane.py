@@ -24,9 +24,13 @@ MIN_INTERCEPT_S = 1e-6
 # No scaled coefficient goes beyond this by rescaling; repeated one-sided shifts must not compound
 # without end.
 MAX_COEFFICIENT_S = 1e4
-# Keep 98 % of the information along the direction of each new sample. Because only that direction
-# is forgotten, the memory is about NUM_BASIS / (1 − 0.98) = 350 samples.
-FORGETTING = 0.98
+# Forget 2 % of the information along the direction of each new sample. Because only that direction
+# is forgotten, the memory is about NUM_BASIS / 0.02 = 350 samples.
+FORGETTING = 0.02
+# A young plane forgets faster, so that the memory is about half of what it has seen: its first
+# samples were shared out between the planes by a guess.
+YOUNG_FORGETTING = 14.0
+YOUNG_SAMPLES = 40
 # Weight of the initial coefficients, in samples: they decide only where data says nothing.
 PRIOR_WEIGHT = 0.1
 # A settled plane moves little by one sample: it solves for its coefficients at every fourth, a
@@ -46,9 +50,9 @@ class NonNegativePlane:
     count alike.
 
     Forgetting is directional (Cao and Schwartz, "A directional forgetting algorithm based on the
-    decomposition of the information matrix", Automatica 36, 2000): R ← R − (1 − λ) Rφφ'R / φ'Rφ +
-    φφ'. Information about work that the recent steps did not contain stays, so a long idle phase
-    cannot wash out the busy regime.
+    decomposition of the information matrix", Automatica 36, 2000): R ← R − μ Rφφ'R / φ'Rφ + φφ'.
+    Information about work that the recent steps did not contain stays, so a long idle phase cannot
+    wash out the busy regime.
     """
 
     def __init__(self, coefficients: FloatArray) -> None:
@@ -56,9 +60,9 @@ class NonNegativePlane:
         believed.
         """
         self._set(np.maximum(coefficients, _LOWER))
-        # The scaled coefficients of a real device are of one order: none is believed more firmly than
-        # the largest, or a small guess could not grow.
         self._num_samples = 0
+        # The scaled coefficients of a real device are of one order: none is believed more firmly
+        # than the largest, or a small guess could not grow.
         self._information: FloatArray = (
             np.eye(NUM_BASIS) * PRIOR_WEIGHT / float(self.coefficients.max()) ** 2
         )
@@ -77,7 +81,8 @@ class NonNegativePlane:
         direction = row / predicted_s
         target = taught_s / predicted_s
         seen = self._information @ direction
-        root = math.sqrt((1.0 - FORGETTING) / float(direction @ seen))
+        forgotten = max(FORGETTING, YOUNG_FORGETTING / (YOUNG_SAMPLES + self._num_samples))
+        root = math.sqrt(forgotten / float(direction @ seen))
         seen *= root
         # The moment loses what the information loses, times the unconstrained solution R⁻¹m.
         self._moment += direction * target - seen * (root * float(direction @ self._moment))
@@ -147,5 +152,7 @@ class NonNegativePlane:
         plane._information = read_array(state, "information", path, (NUM_BASIS, NUM_BASIS))
         plane._moment = read_array(state, "moment", path, (NUM_BASIS,))
         if (plane._information != plane._information.T).any():
-            raise SnapshotError(f"{path}.information", "not symmetric")
+            raise SnapshotError(f"{path}.information", "is not symmetric")
+        if np.linalg.eigvalsh(plane._information)[0] <= 0.0:
+            raise SnapshotError(f"{path}.information", "is not positive definite")
         return plane

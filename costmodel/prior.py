@@ -66,7 +66,7 @@ def sweep_plan(
     chunk = min(max_batched_tokens, max_model_len, 256)
     large = min(max_batched_tokens, max_model_len, 1024)
     past = max(0, min(max_model_len - chunk, max_model_len // 2))
-    beside = min(many, max_batched_tokens - 1)
+    beside = min(many, max_batched_tokens - 1, max_num_seqs - 1)
     shapes = [
         SweepShape(0, 0, 1, short),
         SweepShape(0, 0, few, short),

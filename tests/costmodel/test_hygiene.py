@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from costmodel.features import StepFeatures
+from costmodel.hygiene import COLD_SHIFT_RUN, SHIFT_RUN, RejectReason, Screen, check_sample
+
+DECODE = StepFeatures(num_decode_requests=1.0, decode_context_tokens=10.0)
+
+
+def _warm() -> Screen:
+    screen = Screen()
+    for ratio in np.exp(np.random.default_rng(0).normal(0.0, 0.03, 300)).tolist():
+        screen.judge(ratio)
+    return screen
+
+
+@pytest.mark.parametrize(
+    ("features", "latency_s", "reason"),
+    [
+        (DECODE, 0.01, None),
+        (StepFeatures(num_prefill_tokens=4.0), 3600.0, None),
+        (DECODE, math.nan, RejectReason.NOT_FINITE),
+        (DECODE, math.inf, RejectReason.NOT_FINITE),
+        (DECODE._replace(chunk_past_tokens=math.inf), 0.01, RejectReason.NOT_FINITE),
+        (DECODE._replace(chunk_past_tokens=math.nan), 0.01, RejectReason.NOT_FINITE),
+        (DECODE, 0.0, RejectReason.NOT_POSITIVE),
+        (DECODE, -1.0, RejectReason.NOT_POSITIVE),
+        (DECODE, 3601.0, RejectReason.OUT_OF_RANGE),
+        (DECODE._replace(decode_context_tokens=-1.0), 0.01, RejectReason.OUT_OF_RANGE),
+        (DECODE._replace(decode_context_tokens=1e13), 0.01, RejectReason.OUT_OF_RANGE),
+        (StepFeatures(), 0.01, RejectReason.NO_WORK),
+        (StepFeatures(decode_context_tokens=5.0), 0.01, RejectReason.NO_WORK),
+    ],
+)
+def test_what_is_no_sample_is_refused_with_a_reason(
+    features: StepFeatures, latency_s: float, reason: RejectReason | None
+) -> None:
+    assert check_sample(features, latency_s) is reason
+
+
+def test_the_typical_residual_is_tracked_and_bounds_what_is_a_surprise() -> None:
+    screen = _warm()
+    # The median of |N(0, 0.03)| is 0.0202.
+    assert 0.014 < screen.size < 0.028
+    assert screen.limit == pytest.approx(max(0.08, 5.0 * screen.size))
+
+
+def test_within_the_limit_a_sample_teaches_in_full() -> None:
+    screen = _warm()
+    for ratio in (1.0, 1.0 + 0.9 * screen.limit, 1.0 - 0.7 * screen.limit):
+        verdict = screen.judge(ratio)
+        assert verdict.taught_ratio == ratio
+        assert verdict.shift is None
+
+
+@pytest.mark.parametrize("ratio", [1.5, 7.9, 0.5, 0.13])
+def test_a_surprise_teaches_no_more_than_the_limit(ratio: float) -> None:
+    screen = _warm()
+    limit = screen.limit
+    verdict = screen.judge(ratio)
+    expected = 1.0 + limit if ratio > 1.0 else 1.0 / (1.0 + limit)
+    assert verdict.taught_ratio == pytest.approx(expected)
+    assert verdict.shift is None
+
+
+@pytest.mark.parametrize("ratio", [8.1, 1000.0, 0.12, 0.001])
+def test_an_outlier_does_not_teach(ratio: float) -> None:
+    assert _warm().judge(ratio).taught_ratio is None
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2.0, 0.5, 1000.0])
+def test_a_run_of_surprises_is_a_change_of_speed(ratio: float) -> None:
+    screen = _warm()
+    verdicts = [screen.judge(ratio) for _ in range(SHIFT_RUN)]
+    assert [verdict.shift for verdict in verdicts[:-1]] == [None] * (SHIFT_RUN - 1)
+    assert verdicts[-1].shift == min(ratio, 64.0)
+    assert not verdicts[-1].is_cold
+    assert screen.judge(1.0).shift is None
+
+
+def test_a_cold_screen_believes_a_shorter_run() -> None:
+    screen = Screen()
+    verdicts = [screen.judge(20.0) for _ in range(COLD_SHIFT_RUN)]
+    assert verdicts[-1].shift == 20.0
+    assert verdicts[-1].is_cold
+    assert verdicts[-1].taught_ratio == 1.0
+
+
+def test_surprises_on_both_sides_are_no_run() -> None:
+    screen = _warm()
+    verdicts = [screen.judge(3.0 if index % 2 else 0.3) for index in range(40)]
+    assert all(verdict.shift is None for verdict in verdicts)
+
+
+def test_a_normal_sample_ends_a_run() -> None:
+    screen = _warm()
+    for _ in range(10):
+        for _ in range(SHIFT_RUN - 1):
+            assert screen.judge(1.6).shift is None
+        screen.judge(1.0)
+
+
+def test_a_trial_ends_with_a_sample_that_is_no_surprise() -> None:
+    screen = _warm()
+    screen.judge(1.9)
+    screen.put_on_trial()
+    assert screen.is_on_trial
+    assert all(screen.judge(1.9).shift is None for _ in range(SHIFT_RUN - 1))
+    assert screen.is_on_trial
+    screen.judge(1.0)
+    assert not screen.is_on_trial
+
+
+def test_a_restored_screen_has_the_same_future() -> None:
+    screen = _warm()
+    for _ in range(SHIFT_RUN - 2):
+        screen.judge(2.0)
+    screen.is_on_trial = True
+    twin = Screen.restore(screen.state(), "screen")
+    for ratio in (2.0, 2.0, 1.0, 0.3, 1.01):
+        assert screen.judge(ratio) == twin.judge(ratio)
+    assert screen.state() == twin.state()

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodel.margin import MAX_SCORES, PRIOR_MARGIN, ConformalMargin
+
+
+def _run(margin: ConformalMargin, scores: list[float]) -> list[bool]:
+    covered = []
+    for score in scores:
+        is_covered = score <= margin.margin
+        margin.record(score, is_covered=is_covered)
+        covered.append(is_covered)
+    return covered
+
+
+def test_without_data_the_prior_margin_holds() -> None:
+    assert ConformalMargin().margin == PRIOR_MARGIN
+    assert ConformalMargin(0.5).margin == 0.5
+
+
+def test_few_scores_never_narrow_the_prior_but_may_widen_it() -> None:
+    margin = ConformalMargin()
+    _run(margin, [0.0] * 5)
+    assert margin.margin == PRIOR_MARGIN
+    _run(margin, [0.8])
+    assert margin.margin == 0.8
+
+
+def test_the_prior_shrinks_with_the_number_of_scores() -> None:
+    margin = ConformalMargin()
+    seen = []
+    for _ in range(MAX_SCORES):
+        _run(margin, [0.0])
+        seen.append(margin.margin)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[99] == pytest.approx(0.03)
+    assert seen[-1] == 0.0
+
+
+@pytest.mark.parametrize("noise", ["normal", "skewed", "heavy"])
+def test_coverage_is_held_whatever_the_noise_looks_like(noise: str) -> None:
+    rng = np.random.default_rng(1)
+    scores = {
+        "normal": rng.normal(0.0, 0.05, 3000),
+        "skewed": rng.exponential(0.1, 3000) - 0.1,
+        "heavy": rng.standard_t(2, 3000) * 0.05,
+    }[noise]
+    covered = _run(ConformalMargin(), scores.tolist())
+    for end in range(1000, 3001, 250):
+        assert 0.87 <= np.mean(covered[end - 500 : end]) <= 0.93
+
+
+def test_coverage_comes_back_after_the_noise_grows() -> None:
+    rng = np.random.default_rng(2)
+    scores = [*rng.normal(0.0, 0.02, 1000), *rng.normal(0.0, 0.2, 800)]
+    covered = _run(ConformalMargin(), scores)
+    assert 0.87 <= np.mean(covered[-500:]) <= 0.93
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.lists(st.floats(-0.999, 7.0), max_size=700))
+def test_the_margin_is_never_negative_and_never_beyond_what_was_seen(scores: list[float]) -> None:
+    margin = ConformalMargin()
+    _run(margin, scores)
+    assert 0.0 <= margin.margin <= max([PRIOR_MARGIN, *scores])
+
+
+def test_memory_is_bounded_to_the_newest_scores() -> None:
+    margin = ConformalMargin()
+    _run(margin, [5.0] * MAX_SCORES)
+    _run(margin, [0.01] * MAX_SCORES)
+    assert margin.state()["scores"] == [0.01] * MAX_SCORES
+    assert margin.margin == 0.01
+
+
+def test_an_alarm_doubles_the_margin_until_coverage_is_back() -> None:
+    margin = ConformalMargin()
+    _run(margin, [0.0, 0.1] * 300)
+    usual = margin.margin
+    margin.widen()
+    assert margin.margin == 2.0 * usual
+    for _ in range(19):
+        margin.record(0.0, is_covered=True)
+        assert margin.is_widened
+    margin.record(0.0, is_covered=True)
+    assert not margin.is_widened
+    assert margin.margin <= usual
+
+
+def test_misses_after_an_alarm_keep_the_margin_wide() -> None:
+    margin = ConformalMargin()
+    margin.widen()
+    for index in range(60):
+        margin.record_coverage(is_covered=index % 5 > 0)
+    assert margin.is_widened
+    for _ in range(20):
+        margin.record_coverage(is_covered=True)
+    assert not margin.is_widened
+
+
+def test_a_miss_whose_score_is_not_trusted_steers_the_level_only() -> None:
+    margin = ConformalMargin()
+    _run(margin, np.random.default_rng(4).uniform(0.0, 0.5, 400).tolist())
+    before = margin.margin
+    for _ in range(3):
+        margin.record_coverage(is_covered=False)
+    assert margin.margin > before
+    assert len(margin.state()["scores"]) == 400
+
+
+def test_a_restored_margin_has_the_same_future() -> None:
+    margin = ConformalMargin()
+    rng = np.random.default_rng(3)
+    _run(margin, rng.normal(0.0, 0.1, 600).tolist())
+    margin.widen()
+    _run(margin, [0.5, 0.0])
+    twin = ConformalMargin.restore(margin.state(), "margin")
+    future = rng.normal(0.0, 0.1, 100).tolist()
+    assert _run(margin, future) == _run(twin, future)
+    assert margin.margin == twin.margin
+    assert margin.state() == twin.state()

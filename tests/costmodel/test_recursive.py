@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodel.features import FloatArray, Regime, StepFeatures
+from costmodel.hygiene import SHIFT_RUN, RejectReason
+from costmodel.prior import flat_prior
+from costmodel.recursive import RecursiveLeastSquares
+from costmodel.synthetic import ACCELERATOR, DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
+
+
+def _taught(device: SyntheticDevice, count: int, seed: int = 0) -> RecursiveLeastSquares:
+    model = flat_prior()
+    for step in islice(synthetic_steps(device, seed), count):
+        model.observe(step.features, step.measured_s)
+    return model
+
+
+def _error(model: RecursiveLeastSquares, device: SyntheticDevice, regime: Regime) -> float:
+    steps = [s for s in islice(synthetic_steps(device, 99), 300) if s.features.regime is regime]
+    predicted_s = model.predict(np.array([step.features for step in steps])).mean_s
+    true_s = np.array([step.true_s for step in steps])
+    return float((np.abs(predicted_s - true_s) / true_s).mean())
+
+
+def test_the_version_counts_changes_of_the_coefficients() -> None:
+    model = flat_prior()
+    assert model.version == model.quality().version == 0
+    decode = StepFeatures(0.0, 1.0, 16.0)
+    before = model.coefficients
+    assert model.observe(decode, 0.021)
+    assert model.version == 1
+    assert model.coefficients != before
+    assert not model.observe(decode, -1.0)
+    assert model.version == 1
+
+
+def test_what_only_the_caller_knows_is_counted_too() -> None:
+    model = flat_prior()
+    for _ in range(3):
+        model.reject(RejectReason.WARM_UP)
+    model.reject(RejectReason.FAILED_STEP)
+    assert model.quality().num_rejected == {"warm_up": 3, "failed_step": 1}
+
+
+def test_an_outlier_is_counted_and_missed_but_teaches_nothing() -> None:
+    model = _taught(TWO_CORES, 600)
+    before, coefficients = model.quality(), model.coefficients
+    assert not model.observe(StepFeatures(0.0, 4.0, 400.0), 100.0)
+    after = model.quality()
+    assert after.num_rejected["outlier"] == before.num_rejected.get("outlier", 0) + 1
+    assert after.coverage <= before.coverage
+    assert after.mape == before.mape
+    assert after.num_observed == before.num_observed
+    assert model.coefficients == coefficients
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_change_of_speed_seen_in_one_regime_is_believed_of_all(device: SyntheticDevice) -> None:
+    model = _taught(device, 1000)
+    alarms = model.num_drift_alarms
+    decode = StepFeatures(0.0, 20.0, 20.0 * 1000.0)
+    for _ in range(SHIFT_RUN):
+        model.observe(decode, 2.0 * device.latency_s(decode))
+    assert model.num_drift_alarms == alarms + 1
+    mixed = StepFeatures(512.0, 20.0, 20.0 * 1000.0, 0.0, 512.0**2)
+    predicted_s = model.predict(mixed.to_array()[None]).mean_s[0]
+    assert predicted_s == pytest.approx(2.0 * device.latency_s(mixed), rel=0.2)
+
+
+def test_a_regime_that_did_not_change_returns_alone() -> None:
+    model = _taught(ACCELERATOR, 1000)
+    for step in islice(synthetic_steps(ACCELERATOR, 5), 400):
+        is_slow = step.features.regime is Regime.DECODE_ONLY
+        model.observe(step.features, step.measured_s * (1.4 if is_slow else 1.0))
+    slow = StepFeatures(0.0, 20.0, 20.0 * 1000.0)
+    predicted_s = model.predict(slow.to_array()[None]).mean_s[0]
+    assert predicted_s == pytest.approx(1.4 * ACCELERATOR.latency_s(slow), rel=0.08)
+    large = StepFeatures(1024.0, 0.0, 0.0, 0.0, 1024.0**2)
+    predicted_s = model.predict(large.to_array()[None]).mean_s[0]
+    assert predicted_s == pytest.approx(ACCELERATOR.latency_s(large), rel=0.1)
+
+
+def test_a_slow_drift_within_the_limit_raises_an_alarm_and_widens_the_margin() -> None:
+    model = _taught(TWO_CORES, 1000)
+    before = model.quality().regimes[0].margin
+    alarms = model.num_drift_alarms
+    decode = StepFeatures(0.0, 20.0, 20.0 * 1000.0)
+    rng = np.random.default_rng(3)
+    widest = before
+    for _ in range(60):
+        model.observe(decode, TWO_CORES.latency_s(decode) * 1.07 * np.exp(rng.normal(0.0, 0.005)))
+        widest = max(widest, model.quality().regimes[0].margin)
+        if model.num_drift_alarms > alarms:
+            break
+    assert model.num_drift_alarms > alarms
+    assert widest > before
+
+
+def test_a_long_idle_phase_does_not_wash_out_the_busy_regime() -> None:
+    model = _taught(ACCELERATOR, 1000)
+    before = _error(model, ACCELERATOR, Regime.MIXED)
+    rng = np.random.default_rng(4)
+    for _ in range(5000):
+        decode = StepFeatures(0.0, 1.0, float(rng.integers(16, 200)))
+        noise = float(np.exp(rng.normal(0.0, 0.03)))
+        model.observe(decode, ACCELERATOR.latency_s(decode) * noise)
+    assert _error(model, ACCELERATOR, Regime.MIXED) < before + 0.03
+
+
+def test_an_unknown_device_a_thousand_times_slower_is_learnt_within_fifty_steps() -> None:
+    slow = SyntheticDevice(5.0, 9.0, 85e-3, 85e-3, 66e-6, 1.6e-6)
+    model = _taught(slow, 50)
+    assert _error(model, slow, Regime.MIXED) < 0.15
+    assert model.num_drift_alarms <= 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(StepFeatures, *([st.floats(0.0, 1e6)] * 5)),
+            st.floats(allow_nan=True, allow_infinity=True),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_is_observed_predictions_stay_sound(
+    samples: list[tuple[StepFeatures, float]],
+) -> None:
+    model = flat_prior()
+    for features, latency_s in samples:
+        model.observe(features, latency_s)
+    candidates: FloatArray = np.vstack([np.zeros((1, 5)), np.eye(5), 1e6 * np.eye(5)])
+    mean_s, upper_s = model.predict(candidates)
+    assert np.isfinite(upper_s).all()
+    assert (mean_s > 0.0).all()
+    assert (upper_s >= mean_s).all()
+    assert (mean_s >= mean_s[0]).all()
+    assert (upper_s >= upper_s[0]).all()
