@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from controller.policy.kv import BlockLedger
+from controller.policy.lengths import OutputLengths
 from controller.policy.ordering import class_name
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
+from engine.request import RequestPhase
 
 # A request preempted this often is spared as long as another victim is left.
 MAX_PREEMPTIONS = 3
@@ -72,19 +74,18 @@ class Intake:
     """Seats and KV headroom for those who want to start, as the plan takes shape.
 
     Headroom is what is free once every running request has grown as expected and the reserve is
-    left alone; `expected` gives a class's output tokens. What is set aside for a due request
+    left alone. What is set aside for a due request
     (`set_aside`) is closed to the others.
     """
 
     __slots__ = (
-        "_expected",
         "_headroom",
         "_ledger",
+        "_lengths",
         "_num_running",
         "_reserve",
         "_running",
         "_seats",
-        "_set_aside",
         "_view",
         "is_short",
     )
@@ -96,16 +97,15 @@ class Intake:
         running: Sequence[RequestView],
         max_running: int,
         kv_reserve: float,
-        expected: Callable[[str], int],
+        lengths: OutputLengths,
     ) -> None:
         self._view = view
         self._ledger = ledger
-        self._expected = expected
+        self._lengths = lengths
         self._running = running
         self._num_running = len(running)
         self._seats = max_running - len(running)
         self._reserve = int(kv_reserve * view.num_total_blocks)
-        self._set_aside = 0
         # Counted when somebody asks to come in: most steps nobody does.
         self._headroom: int | None = None
         self.is_short = False
@@ -117,20 +117,54 @@ class Intake:
         """
         view = self._view
         num_output = max(
-            self._expected(class_name(request)), request.num_output_tokens + view.block_size
+            self._lengths.expected(class_name(request)), request.num_output_tokens + view.block_size
         )
         num_tokens = request.num_prompt_tokens + min(request.max_tokens, num_output)
         limit = min(num_tokens, view.max_model_len)
         return min(num_blocks_for(limit, view.block_size), view.num_total_blocks)
 
     def _count_headroom(self) -> int:
-        to_hold = sum(max(self._blocks(r), len(r.block_table)) for r in self._running)
-        return self._view.num_total_blocks - to_hold - self._reserve - self._set_aside
+        if self._headroom is None:
+            to_hold = sum(max(self._blocks(r), len(r.block_table)) for r in self._running)
+            self._headroom = self._view.num_total_blocks - to_hold - self._reserve
+        return self._headroom
+
+    def start_delays_s(self, requests: Sequence[RequestView], step_s: float) -> list[float] | None:
+        """Predict how long each request, in serving order, waits for a seat and blocks, in seconds.
+
+        None if nobody has to. A running request is expected to end after as many tokens as is
+        typical for its class, one per step of `step_s` seconds (one block more if it is beyond
+        that), and to leave its seat and expected blocks to the next in order.
+        """
+        newcomers = [i for i, r in enumerate(requests) if r.phase is not RequestPhase.RUNNING]
+        headroom = self._count_headroom()
+        blocks = [self._blocks(requests[i]) for i in newcomers[: max(0, self._seats) + 1]]
+        if len(newcomers) <= self._seats and sum(blocks) <= headroom:
+            return None
+        ends = sorted(((self._steps_left(r), self._blocks(r)) for r in self._running), reverse=True)
+        delays = [0.0] * len(requests)
+        seats, delay_s = self._seats, 0.0
+        for i in newcomers:
+            needed = self._blocks(requests[i])
+            while ends and (seats < 1 or needed > headroom):
+                steps, freed = ends.pop()
+                delay_s = steps * step_s
+                seats += 1
+                headroom += freed
+            delays[i] = delay_s
+            seats -= 1
+            headroom -= needed
+        return delays
+
+    def _steps_left(self, request: RequestView) -> int:
+        typical = min(request.max_tokens, self._lengths.typical(class_name(request)))
+        left = typical - request.num_output_tokens
+        return left if left > 0 else self._view.block_size
 
     def set_aside(self, request: RequestView) -> None:
         """Keep a seat and the expected blocks of a due request from everybody else."""
         self._seats -= 1
-        self._set_aside += self._blocks(request)
+        self._headroom = self._count_headroom() - self._blocks(request)
 
     @property
     def is_full(self) -> bool:
@@ -146,14 +180,13 @@ class Intake:
         """
         if self._seats < 1:
             return False
-        if self._headroom is None:
-            self._headroom = self._count_headroom()
+        headroom = self._count_headroom()
         blocks = self._blocks(request)
-        has_room = blocks <= self._headroom or self._num_running == 0
+        has_room = blocks <= headroom or self._num_running == 0
         if not has_room or not self._ledger.take(request, request.num_remaining_tokens):
             self.is_short = True
             return False
         self._seats -= 1
         self._num_running += 1
-        self._headroom -= blocks
+        self._headroom = headroom - blocks
         return True

@@ -25,6 +25,7 @@ from controller.policy.budget import (
     demanded_tokens,
     latency_curve,
 )
+from controller.policy.capacity import Intake
 from controller.policy.lengths import OutputLengths
 from controller.policy.on_time import drain_s, late_set, predict_alone
 from controller.policy.ordering import (
@@ -76,6 +77,7 @@ def judge_queue(
     decodes: DecodeLoad,
     pacing: Pacing,
     room: int,
+    intake: Intake,
     config: PolicyConfig,
     cost_model: CostModel,
     lengths: OutputLengths,
@@ -95,11 +97,20 @@ def judge_queue(
     left_s = queue.deadline_at - now
     work_left_s = left_s - (done_s - np.cumsum(work_s))
     is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
+    # Work is not all: who finds no seat or no blocks waits for somebody to end.
+    kept = np.flatnonzero(~is_late)
+    step_s = float(np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.mean_s))
+    delays_s = intake.start_delays_s([queue.requests[i] for i in kept.tolist()], step_s)
+    if delays_s is not None:
+        started_s = np.array(delays_s) + work_s[kept]
+        done_s[kept] = np.maximum(done_s[kept], started_s)
+        is_late[kept] = started_s > left_s[kept]
     alone_tokens = max(1, room + decodes.num_requests)
     verdicts = _on_pace(queue, alone_tokens, cost_model)
     if is_late.any():
         # Those that are dropped come after everybody who is kept.
-        done_s = np.where(is_late, work_s[~is_late].sum() + work_s, done_s)
+        last_s = np.maximum(done_s, work_s[~is_late].sum() + work_s)
+        done_s = np.where(is_late, last_s, done_s)
         ttft_s = now + done_s - queue.arrived_at
         verdicts |= _on_late(
             queue, np.flatnonzero(is_late), ttft_s, now, alone_tokens, config, cost_model

@@ -32,6 +32,7 @@ class OutputLengths:
         self._recent: dict[str, deque[int]] = {}
         # The planner asks at every step, an answer ends rarely: the sort belongs to `observe`.
         self._expected: dict[str, int] = {}
+        self._typical: dict[str, int] = {}
 
     def observe(self, class_name: str, num_tokens: int) -> None:
         """Remember that an answer of the class ended after `num_tokens` output tokens (those below
@@ -41,11 +42,18 @@ class OutputLengths:
             return
         recent = self._recent.setdefault(class_name, deque(maxlen=self._window))
         recent.append(num_tokens)
-        rank = math.ceil(self._quantile * len(recent)) - 1
-        self._expected[class_name] = sorted(recent)[rank]
+        ranked = sorted(recent)
+        self._expected[class_name] = ranked[math.ceil(self._quantile * len(ranked)) - 1]
+        self._typical[class_name] = ranked[(len(ranked) - 1) // 2]
 
     def expected(self, class_name: str) -> int:
         """Return the quantile of recent output lengths of the class in tokens, the default where
         none is known.
         """
         return self._expected.get(class_name, self._default)
+
+    def typical(self, class_name: str) -> int:
+        """Return the median of recent output lengths of the class in tokens, half the default where
+        none is known.
+        """
+        return self._typical.get(class_name, (self._default + 1) // 2)

@@ -7,7 +7,7 @@ step or change what it sees: the same view gives the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -109,11 +109,20 @@ class SloPlanner:
         chunks = NO_PREFILL
         budget = _Budget(0, 0, 0, "idle")
         if wanting:
-            room = max(0, self._most_tokens(view) - len(decodes))
-            judged = judge_queue(
-                view, wanting, load, pacing, room, config, self._cost_model, self._lengths
+            most_tokens = self._most_tokens(view)
+            room = max(0, most_tokens - len(decodes))
+            intake = Intake(
+                view,
+                ledger,
+                (*decodes, *prefills),
+                min(view.max_num_seqs, most_tokens),
+                config.kv_reserve,
+                self._lengths,
             )
-            seated = self._seat(view, judged, ledger, (*decodes, *prefills), room)
+            judged = judge_queue(
+                view, wanting, load, pacing, room, intake, config, self._cost_model, self._lengths
+            )
+            seated = self._seat(view, judged, ledger, intake, room)
             budget = self._choose(view, judged, seated, load, pacing, room)
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
             chunks = PrefillLoad(amounts, seated.load.past)
@@ -156,7 +165,7 @@ class SloPlanner:
         view: EngineView,
         judged: Judged,
         ledger: BlockLedger,
-        running: Sequence[RequestView],
+        intake: Intake,
         room: int,
     ) -> _Seated:
         """Reserve seats and blocks: for running prefills first, then preempted ones, then new ones.
@@ -167,10 +176,6 @@ class SloPlanner:
         small prompts keeps it out for ever.
         """
         config, queue = self._config, judged.queue
-        most_running = min(view.max_num_seqs, self._most_tokens(view))
-        intake = Intake(
-            view, ledger, running, most_running, config.kv_reserve, self._lengths.expected
-        )
         order = list(range(len(queue)))
         due = oldest_due(queue, judged.is_relegated, view.now, config.max_wait_s)
         is_turn = due is not None and view.step_no % config.turn_period == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controller.policy.capacity import Intake, make_room, split_running
 from controller.policy.kv import BlockLedger
+from controller.policy.lengths import OutputLengths
 from engine.ports import RequestView
 from engine.request import Request
 from tests.controller.policy.doubles import decode, running, view_of, waiting
@@ -90,7 +91,7 @@ def intake(
 ) -> tuple[Intake, BlockLedger]:
     view = view_of(running=request, num_blocks=num_blocks)
     ledger = BlockLedger(view.num_free_blocks, 16)
-    return Intake(view, ledger, request, seats, reserve, lambda _: 32), ledger
+    return Intake(view, ledger, request, seats, reserve, OutputLengths(default=32)), ledger
 
 
 def test_only_what_can_grow_comes_in() -> None:
@@ -129,3 +130,22 @@ def test_seats_run_out_and_may_be_kept() -> None:
     assert door.is_full
     assert not door.admit(waiting("c"))
     assert not door.is_short
+
+
+def test_nobody_is_delayed_while_seats_and_blocks_last() -> None:
+    door, _ = intake([decode("a")], 100, seats=3)
+    assert door.start_delays_s([decode("a"), waiting("b"), waiting("c")], 0.5) is None
+
+
+def test_newcomers_wait_for_the_seats_of_those_who_end_first() -> None:
+    # 16 tokens are typical; the third stream is beyond that and given one block more.
+    streams = [decode("a", num_output=6), decode("b", num_output=12), decode("c", num_output=20)]
+    door, _ = intake(streams, 1000, seats=4)
+    queue = [waiting(i) for i in "defgh"]
+    assert door.start_delays_s(queue, 0.5) == [0.0, 2.0, 5.0, 8.0, 8.0]
+
+
+def test_newcomers_wait_for_blocks() -> None:
+    door, _ = intake([decode("a", num_output=6)], 12, seats=9)
+    # 4 blocks are held for the stream; 8 are free.
+    assert door.start_delays_s([waiting("b", 64), waiting("c", 64)], 0.5) == [0.0, 5.0]

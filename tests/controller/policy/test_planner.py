@@ -180,6 +180,16 @@ def test_overload_sheds_by_class_and_keeps_the_rest_on_time() -> None:
     assert any(a.is_degraded for a in verdicts.values())
 
 
+def test_who_would_wait_too_long_for_a_seat_is_told_at_once() -> None:
+    streams = [decode(f"s{i}", slo=Slo(tpot_s=0.5)) for i in range(2)]
+    hasty, patient = (waiting(f"{t}", 20, slo=Slo(ttft_s=t)) for t in (2.0, 60.0))
+    step = plan(view_of(running=streams, waiting=[hasty, patient], max_num_seqs=2))
+    verdicts = {a.request_id: a for a in step.admissions}
+    assert verdicts["2.0"].reason == "overloaded"
+    assert (verdicts["2.0"].predicted_ttft_s or 0) > 2.0
+    assert verdicts["60.0"].action is AdmissionAction.WAIT
+
+
 def test_a_target_below_one_decode_is_refused_on_arrival_only() -> None:
     request = waiting("p", 20, slo=Slo(tpot_s=0.01))
     step = plan(view_of(waiting=[request]))

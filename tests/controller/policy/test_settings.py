@@ -51,11 +51,12 @@ def test_the_defaults_are_those_of_the_law() -> None:
 
 def test_expected_outputs_are_a_quantile_of_the_recent_ones() -> None:
     lengths = OutputLengths(quantile=0.5, window=3, default=99)
-    assert lengths.expected("chat") == 99
+    assert (lengths.expected("chat"), lengths.typical("chat")) == (99, 50)
     for num_tokens in (1000, 10, 20, 30):
         lengths.observe("chat", num_tokens)
     lengths.observe("chat", 0)
     assert lengths.expected("chat") == 20
+    assert lengths.typical("chat") == 20
     assert lengths.expected("code") == 99
 
 
