@@ -56,6 +56,8 @@ ERROR_CODES: Mapping[str, str] = {
 }
 """Every `error.code` that this door can send, and what it means."""
 
+_MAX_MESSAGE_CHARS = 2000
+_MAX_PARAM_CHARS = 200
 _PROMPT_REASONS = frozenset({"context_length", "context_length_exceeded", "kv_never_fits"})
 _UNAVAILABLE_REASONS = frozenset({"draining", "not_ready", "dead"})
 _STATUS_CODES = {
@@ -111,8 +113,19 @@ def error_body(
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return `{"error": {message, type, param, code, ...extra}}`; the type follows the status."""
-    error = {"message": message, "type": error_type(status_code), "param": param, "code": code}
+    error = {
+        "message": _printable(message, _MAX_MESSAGE_CHARS),
+        "type": error_type(status_code),
+        "param": None if param is None else _printable(param, _MAX_PARAM_CHARS),
+        "code": code,
+    }
     return {"error": {**error, **(extra or {})}}
+
+
+def _printable(text: str, max_chars: int) -> str:
+    # Names of fields come from the client: they may be long, or not even be encodable.
+    shown = text if len(text) <= max_chars else f"{text[:max_chars]}..."
+    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def error_type(status_code: int) -> str:

@@ -49,8 +49,7 @@ class Generation:
         }
 
     async def deltas(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
-        """Yield what each event adds; ApiError, naming this request in its headers, on a failure.
-        """
+        """Yield what each event adds; ApiError, naming this request in its headers, on a failure."""
         try:
             async with aclosing(merge([choice.stream for choice in self.choices])) as events:
                 async for position, event in events:
@@ -69,10 +68,12 @@ class Generation:
                 choice.stream.finish(FinishReason.CANCELLED)
 
     def headers(self) -> dict[str, str]:
-        """Return what is known when the first token is there."""
-        first = self.choices[0]
-        headers = {**self._id_headers(), "x-slo-decision": first.decision}
-        predicted_ms = to_ms(first.predicted_ttft_s)
+        """Return what is known when the first token is there; the worst of several prompts."""
+        decisions = {choice.decision for choice in self.choices}
+        decision = "degraded" if "degraded" in decisions else "admitted"
+        headers = {**self._id_headers(), "x-slo-decision": decision}
+        predictions = [choice.predicted_ttft_s for choice in self.choices]
+        predicted_ms = to_ms(max((p for p in predictions if p is not None), default=None))
         if predicted_ms is not None:
             headers["x-slo-predicted-ttft-ms"] = f"{predicted_ms:.3f}"
         return headers
@@ -100,8 +101,7 @@ class Generation:
 def submitted(
     prepared: Prepared, body: GenerationBody, context: ApiContext
 ) -> Iterator[Generation]:
-    """Submit every request of a body; whatever has not ended when the block is left is cancelled.
-    """
+    """Submit every request of a body; whatever has not ended when the block is left is cancelled."""
     service = context.service
     options = TextOptions(
         stop_strings=body.stop_strings,

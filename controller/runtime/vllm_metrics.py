@@ -6,9 +6,13 @@ Owns compatibility only: what is ours alone is in `controller.runtime.metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from engine.request import FinishReason, Request
 from engine.step import StepReport
@@ -37,6 +41,41 @@ _ENDINGS = {
 }
 
 
+class TokenHistogram(Collector):
+    """A histogram that is cheap enough to observe once per token: one writer, no lock.
+
+    A scrape may see a sum that is one observation ahead of its buckets.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Mapping[str, str],
+        buckets: tuple[float, ...],
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = dict(labels)
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, amount: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        self._sum += amount
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the buckets, cumulative as Prometheus wants them."""
+        names = [*map(str, self._bounds), "+Inf"]
+        counts = list(accumulate(self._counts))
+        family = HistogramMetricFamily(self._name, self._documentation, labels=list(self._labels))
+        buckets = list(zip(names, counts, strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
+
+
 class VllmMetrics:
     """Feeds the compatible names from step reports; loop's thread only."""
 
@@ -61,9 +100,13 @@ class VllmMetrics:
         self._ttft = histogram(
             "vllm:time_to_first_token_seconds", "Time to first token", LATENCY_BUCKETS["ttft"]
         )
-        self._itl = histogram(
-            "vllm:inter_token_latency_seconds", "Gap between tokens", LATENCY_BUCKETS["tpot"]
+        self._itl = TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Gap between tokens",
+            labels,
+            LATENCY_BUCKETS["tpot"],
         )
+        registry.register(self._itl)
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per output token of a request",
@@ -111,14 +154,16 @@ class VllmMetrics:
                 report.plan.num_prefill_tokens + report.plan.num_decode_tokens
             )
         self._generation_tokens.inc(len(report.tokens))
+        last_token_at = self._last_token_at
         for token in report.tokens:
-            request = requests[token.request_id]
+            request_id, at = token.request_id, token.at
             if token.index == 0:
-                self._ttft.observe(token.at - request.arrived_at)
+                request = requests[request_id]
+                self._ttft.observe(at - request.arrived_at)
                 self._prompt_tokens.inc(request.num_prompt_tokens)
-            elif token.request_id in self._last_token_at:
-                self._itl.observe(token.at - self._last_token_at[token.request_id])
-            self._last_token_at[token.request_id] = token.at
+            elif request_id in last_token_at:
+                self._itl.observe(at - last_token_at[request_id])
+            last_token_at[request_id] = at
 
     def on_request_finished(self, request: Request) -> None:
         """Take one request's whole times; rejected requests were never processed."""

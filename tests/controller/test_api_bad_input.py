@@ -200,6 +200,24 @@ def test_a_body_that_is_not_json_is_said_to_be_so(content: bytes) -> None:
     assert service.streams == []
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "\ud800": 1}, "\\ud800"),
+        ({"prompt": "x", "slo": {"\ud800": 1}}, "slo.\\ud800"),
+        ({"prompt": "x", "logit_bias": {"\ud800": 1}}, "logit_bias.\\ud800"),
+        ({"prompt": "x", "y" * 10_000: 1}, "y" * 200 + "..."),
+    ],
+)
+def test_a_name_that_cannot_be_sent_back_is_shown_escaped_and_short(
+    body: dict[str, Any], param: str
+) -> None:
+    answer = call(create_app(ScriptedService()), "POST", COMPLETIONS, body=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert len(answer.text) < 4000
+
+
 @pytest.mark.parametrize("content", [b"[]", b"5", b"null", b'"x"', b"NaN"])
 def test_a_body_that_is_no_object_is_a_400(content: bytes) -> None:
     headers = {"content-type": "application/json"}
