@@ -93,8 +93,7 @@ class Choice:
         return "degraded" if is_degraded else "admitted"
 
     def feed(self, event: GenerationEvent) -> Delta | None:
-        """Take an event; None if it adds nothing that a client sees. ApiError if it is a failure.
-        """
+        """Take an event; None if it adds nothing that a client sees, ApiError on a failure."""
         if isinstance(event, AdmissionEvent):
             self.admission = event.admission
             return None

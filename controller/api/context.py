@@ -43,8 +43,7 @@ def _tokenizer_limiter() -> anyio.CapacityLimiter:
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """Everything a route may use. `slo_classes` is by name; `metrics` is None where none is kept.
-    """
+    """Everything a route may use. `slo_classes` is by name; `metrics` may be None."""
 
     service: InferenceService
     clock: Clock

@@ -49,7 +49,7 @@ class Generation:
         }
 
     async def deltas(self) -> AsyncGenerator[tuple[Choice, Delta], None]:
-        """Yield what each event adds; ApiError, naming this request in its headers, on a failure."""
+        """Yield what each event adds; ApiError, with this request in its headers, on failure."""
         try:
             async with aclosing(merge([choice.stream for choice in self.choices])) as events:
                 async for position, event in events:
@@ -101,7 +101,7 @@ class Generation:
 def submitted(
     prepared: Prepared, body: GenerationBody, context: ApiContext
 ) -> Iterator[Generation]:
-    """Submit every request of a body; whatever has not ended when the block is left is cancelled."""
+    """Submit every request of a body; cancel what has not ended when the block is left."""
     service = context.service
     options = TextOptions(
         stop_strings=body.stop_strings,

@@ -140,6 +140,10 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ApiError(400, "invalid_json", f"{twice!r} appears twice in one object", param=twice)
+    for name in members:
+        if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+            # JSON can spell half of a surrogate pair; nothing behind this door can.
+            raise ApiError(400, "invalid_json", f"{name!r} is not a name: unpaired surrogate")
     return members
 
 

@@ -36,8 +36,7 @@ class ErrorAnswer(Answer):
 
 
 class SloOutcome(Answer):
-    """The promise and how it was kept; times in milliseconds, `*_met` None without such a target.
-    """
+    """The promise and how it was kept; milliseconds, `*_met` None without such a target."""
 
     slo_class: str = Field(alias="class")
     ttft_ms: float | None
