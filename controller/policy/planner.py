@@ -178,7 +178,8 @@ class SloPlanner:
         config, queue = self._config, judged.queue
         order = list(range(len(queue)))
         due = oldest_due(queue, judged.is_relegated, view.now, config.max_wait_s)
-        is_turn = due is not None and view.step_no % config.turn_period == 0
+        # An empty engine has nobody to be fair to, and only steps that do something are counted.
+        is_turn = due is not None and (view.step_no % config.turn_period == 0 or not view.running)
         if due is not None and is_turn:
             order.insert(0, order.pop(due))
         elif due is not None and queue.requests[due].phase is not RequestPhase.RUNNING:

@@ -11,6 +11,7 @@ from controller.policy.slo import OnInfeasible, Promise, Slo
 from engine.config import EngineConfig
 from engine.ports import Planner
 from engine.request import FinishReason, Request
+from engine.step import StepPlan, StepWork, WorkKind
 from tests.controller.policy.checking import CheckedPlanner
 from tests.controller.policy.doubles import (
     GPU_FLOOR_S,
@@ -109,6 +110,23 @@ def test_best_effort_is_not_starved_by_a_stream_of_promises() -> None:
     # Due after `max_wait_s`, then a share of every turn.
     first_at = sim.token_times("patient")[0]
     assert first_at <= 1.0 + PolicyConfig().max_wait_s + 10.0
+
+
+def test_streams_without_slack_do_not_starve_a_prompt() -> None:
+    # A pace that decoding alone just keeps: N⁺ is 0 for as long as the streams run.
+    target_s = 1.1 * MODEL.latency_of(StepPlan(work=(StepWork("", WorkKind.DECODE, 1, 600),)))
+    config = PolicyConfig(max_wait_s=2.0)
+    streams = [waiting(f"s{i}", 16, slo=Slo(tpot_s=target_s), max_tokens=1000) for i in range(4)]
+    patient = waiting("patient", 160, at=1.0, max_tokens=8)
+    sim = Simulation(CheckedPlanner(SloPlanner(config, MODEL, OutputLengths())), MODEL, ENGINE)
+    sim.run([*streams, patient])
+    num_turns = 160 // ENGINE.block_size
+    num_steps = (num_turns + 1) * config.turn_period
+    slowest_s = 2 * target_s
+    first_at = sim.token_times("patient")[0]
+    assert 3.0 < first_at <= 1.0 + config.max_wait_s + num_steps * slowest_s
+    bindings = [r.plan.decision.binding_constraint for r in sim.reports if r.plan.decision]
+    assert bindings.count("min_quota") == num_turns
 
 
 def test_a_heavy_class_is_kept_when_a_light_one_is_shed() -> None:

@@ -107,15 +107,19 @@ def test_in_its_turn_the_oldest_goes_first_and_otherwise_its_seat_is_kept() -> N
         return view_of(
             now=40.0,
             step_no=step_no,
-            max_num_seqs=1,
+            max_num_seqs=2,
+            running=[decode("s", last_at=40.0)],
             waiting=[waiting("old", 100, at=0.0), waiting("new", 50, at=40.0, slo=Slo(ttft_s=9.0))],
         )
 
-    assert plan(view(7)).work == ()
-    assert [w.request_id for w in plan(view(8)).work] == ["old"]
+    assert [w.request_id for w in plan(view(7)).work] == ["s"]
+    assert [w.request_id for w in plan(view(8)).work] == ["s", "old"]
+    # An empty engine keeps no seat free for anybody.
+    empty = replace(view(7), running=[], max_num_seqs=1, num_free_blocks=1024)
+    assert [w.request_id for w in plan(empty).work] == ["old"]
     # An old prefill has its seat already.
     begun = running(waiting("old", 100, at=0.0), 16, 0)
-    both = replace(view(7), running=[begun], waiting=[waiting("n", 50, at=40.0)], max_num_seqs=2)
+    both = replace(view(7), running=[begun], waiting=[waiting("n", 50, at=40.0)])
     assert [w.request_id for w in plan(both).work] == ["old", "n"]
 
 
