@@ -1,0 +1,208 @@
+"""Loading: what cannot be served is refused with the reason, in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from engine.device.loading import DeviceOptions, load_engine
+from engine.device.model import ModelLoadError, load_model
+from engine.device.tokenizer import HubTokenizer, load_tokenizer
+
+pytestmark = pytest.mark.device
+
+
+def quiet(done: int, total: int, description: str) -> None:
+    """Progress that nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a word tokenizer, as any local directory would hold it."""
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(30))]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        pad_token="<pad>",
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_local_directory_loads_with_sensible_choices(folder: Path) -> None:
+    engine = load_engine(str(folder), DeviceOptions(device="cpu"), quiet)
+    assert (engine.dtype, engine.attention_backend, engine.block_size) == (
+        "float32",
+        "reference",
+        16,
+    )
+    assert (engine.vocab_size, engine.eos_token_ids) == (40, (2,))
+    assert engine.max_model_len == 128
+    # Two layers of one head of width eight, keys and values, four bytes each; 1 GiB of it.
+    assert engine.num_blocks == (1 << 30) // (2 * (8 + 8) * 4 * 16)
+    assert engine.tokenizer.encode("w1 w2", add_special_tokens=False) == [5, 6]
+
+
+def test_the_pool_bounds_the_context(folder: Path) -> None:
+    options = DeviceOptions(device="cpu", kv_cache_memory_bytes=128 * 48, block_size=8)
+    assert load_engine(str(folder), options, quiet).max_model_len == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"max_model_len": 129}, "--max-model-len 129: the model's own limit is 128"),
+        ({"max_model_len": 100, "kv_cache_memory_bytes": 4096}, "the KV pool holds 32 tokens"),
+        ({"kv_cache_memory_bytes": 64}, "--kv-cache-memory-bytes 64"),
+        ({"dtype": "float8"}, "--dtype float8"),
+        ({"dtype": "int32"}, "--dtype int32"),
+        ({"device": "tpu"}, "--device tpu"),
+        ({"attention_backend": "flash_attn"}, "flash-attn package"),
+    ],
+)
+def test_wrong_options_name_the_flag(folder: Path, options: dict[str, Any], names: str) -> None:
+    if torch.cuda.is_available() and "attention_backend" in options:
+        pytest.skip("this machine may have flash-attn")
+    with pytest.raises(ModelLoadError, match=names):
+        load_engine(str(folder), DeviceOptions(**{"device": "cpu", **options}), quiet)
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="config"):
+        load_model(str(tmp_path), "auto", "cpu")
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelLoadError, match="expected a directory"):
+        load_model(str(file), "auto", "cpu")
+
+
+def test_broken_configuration(copy: Path) -> None:
+    (copy / "config.json").write_text("{not json")
+    with pytest.raises(ModelLoadError, match="configuration"):
+        load_model(str(copy), "auto", "cpu")
+
+
+@pytest.mark.parametrize("keep", [0, 100, 2000])
+def test_truncated_weights(copy: Path, keep: int) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(ModelLoadError, match="cannot load the weights"):
+        load_model(str(copy), "auto", "cpu")
+
+
+def test_missing_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="cannot load the weights"):
+        load_model(str(copy), "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config(), "encoder-decoder"),
+        (MambaConfig(), "max_position_embeddings|attention"),
+    ],
+    ids=["encoder-decoder", "state-space"],
+)
+def test_unsupported_architectures(tmp_path: Path, config: Any, reason: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_model(str(tmp_path), "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
+        ({"model_type": "never_heard_of"}, "never_heard_of"),
+    ],
+)
+def test_unservable_features(copy: Path, changes: dict[str, Any], reason: str) -> None:
+    edit(copy, **changes)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_model(str(copy), "auto", "cpu")
+
+
+def test_missing_tokenizer(copy: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    with pytest.raises(ModelLoadError, match="no usable tokenizer"):
+        load_engine(str(copy), DeviceOptions(device="cpu"), quiet)
+
+
+def test_a_tokenizer_wider_than_the_head(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="34 tokens, the model's head only 20"):
+        load_tokenizer(str(folder), 20)
+
+
+def test_a_model_that_attends_elsewhere_is_refused(copy: Path, monkeypatch: Any) -> None:
+    from engine.device import model as module
+
+    # An architecture whose layers never reach the interface must not be served silently wrong.
+    monkeypatch.setattr(module._Probe, "attend", lambda self, q, k, v, call: q[:, :, : v.shape[2]])
+    with pytest.raises(ModelLoadError, match="0 of 2 layers"):
+        load_model(str(copy), "auto", "cpu")
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> HubTokenizer:
+    return load_tokenizer(str(folder), 40)
+
+
+def test_chat_without_a_template_says_what_to_do(tokenizer: HubTokenizer) -> None:
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="--chat-template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "w1"}])
+
+
+def test_chat_renders_the_given_template(folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}w9"
+    tokenizer = load_tokenizer(str(folder), 40, template)
+    messages = [{"role": "user", "content": "w1"}, {"role": "user", "content": "w2"}]
+    assert tokenizer.apply_chat_template(messages) == [5, 6, 13]
+    with pytest.raises(ValueError, match="refused the messages: no system"):
+        tokenizer.apply_chat_template(messages, chat_template="{{ raise_exception('no system') }}")
+
+
+def test_special_tokens_are_skipped_on_request(tokenizer: HubTokenizer) -> None:
+    assert tokenizer.decode([5, 2, 6]) == "w1 w2"
+    assert "</s>" in tokenizer.decode([5, 2, 6], skip_special_tokens=False)
