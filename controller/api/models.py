@@ -67,7 +67,7 @@ def models_router(context: ApiContext) -> APIRouter:
             ids = await render_messages(body.messages, context)
         else:
             special = body.add_special_tokens is not False
-            ids = await encode(body.prompt or "", context, add_special_tokens=special)
+            (ids,) = await encode([body.prompt or ""], context, add_special_tokens=special)
         limit = context.service.model.max_model_len
         return TokenizeAnswer(count=len(ids), max_model_len=limit, tokens=ids)
 

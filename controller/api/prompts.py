@@ -76,11 +76,14 @@ async def render_messages(messages: Sequence[Message], context: ApiContext) -> l
     return list(ids)
 
 
-async def encode(text: str, context: ApiContext, *, add_special_tokens: bool) -> list[int]:
-    """Tokenise a text off the event loop."""
+async def encode(
+    texts: Sequence[str], context: ApiContext, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Tokenise texts off the event loop, in one go."""
+    tokenizer = context.service.tokenizer
 
-    def run() -> list[int]:
-        return context.service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def run() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     return await anyio.to_thread.run_sync(run, limiter=context.tokenizer_limiter)
 
@@ -99,22 +102,19 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 async def _tokenize_prompts(body: CompletionBody, context: ApiContext) -> dict[str, list[int]]:
     """Return token ids by the name that an error would use, in order of the prompts."""
     prompt = body.prompt
-    add_special_tokens = body.add_special_tokens is not False
-    vocab_size = context.service.tokenizer.vocab_size
-    if isinstance(prompt, str):
-        return {"prompt": await encode(prompt, context, add_special_tokens=add_special_tokens)}
-    if isinstance(prompt[0], int):
-        check_token_ids(prompt, vocab_size, "prompt")
-        return {"prompt": prompt}
-    prompts: dict[str, list[int]] = {}
-    for position, item in enumerate(prompt):
-        name = f"prompt[{position}]"
-        if isinstance(item, str):
-            prompts[name] = await encode(item, context, add_special_tokens=add_special_tokens)
-        elif isinstance(item, list):
-            check_token_ids(item, vocab_size, name)
-            prompts[name] = item
-    return prompts
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
+    names = ["prompt"] if prompts[0] is prompt else [f"prompt[{i}]" for i in range(len(prompts))]
+    if isinstance(prompts[0], str):
+        special = body.add_special_tokens is not False
+        encoded = await encode(prompts, context, add_special_tokens=special)
+        return dict(zip(names, encoded, strict=True))
+    for name, ids in zip(names, prompts, strict=True):
+        check_token_ids(ids, context.service.tokenizer.vocab_size, name)
+    return dict(zip(names, prompts, strict=True))
+
+
+def _is_ids(prompt: Sequence[Any]) -> bool:
+    return isinstance(prompt[0], int)
 
 
 def _draft(

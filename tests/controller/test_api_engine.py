@@ -258,6 +258,14 @@ def test_bad_input_in_the_middle_of_traffic_loses_nothing(app: FastAPI) -> None:
     assert call(app, "GET", "/ready").status_code == 200
 
 
+def test_the_database_can_be_asked_over_the_same_door(app: FastAPI) -> None:
+    for path in ("/telemetry/summary", "/telemetry/steps", "/telemetry/requests"):
+        assert call(app, "GET", path).status_code == 200
+    answer = call(app, "GET", "/telemetry/steps?limit=many")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "limit"
+
+
 def test_a_body_of_nan_is_refused_on_the_wire(app: FastAPI) -> None:
     content = json.dumps({"prompt": "x", "top_p": float("nan")}).encode()
     headers = {"content-type": "application/json"}
