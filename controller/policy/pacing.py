@@ -27,19 +27,26 @@ _ZERO = np.zeros(1)
 class Pacing(NamedTuple):
     """What the decodes allow.
 
-    `limit_s` is the time until the first stream is due, `period_s` the shortest period among the
+    `limit_s` is the time until the first stream is due, for the mean of a step, `upper_limit_s`
+    that for its upper bound, `period_s` the shortest period among the
     streams (both the gap limit without decodes). `decode_s` is the mean of a step without prefill.
     `tightest_id` and `slack_s` name the tightest stream that has a target; `is_gap_limited` says
     that a gap limit, not a target, set `limit_s`.
     """
 
     limit_s: float
+    upper_limit_s: float
     period_s: float
     gap_limit_s: float
     decode_s: float
     tightest_id: str | None
     slack_s: float | None
     is_gap_limited: bool
+
+    @property
+    def upper_share(self) -> float:
+        """What of an upper bound is held against `limit_s`, so that it fits `upper_limit_s`."""
+        return self.limit_s / self.upper_limit_s if self.limit_s > 0.0 else 1.0
 
 
 def pace_decodes(
@@ -59,14 +66,15 @@ def pace_decodes(
     """
     decode_s = float(latency_curve(cost_model, load, NO_PREFILL, _ZERO).mean_s[0])
     gap_limit_s = max(config.gap_limit_s, 2.0 * decode_s)
-    # The gap limit is paced like a target, so that the upper bound, not the mean, reaches it.
+    # The gap limit is paced like a target: the upper bound may reach it, the mean may not.
     period_s = config.pace * gap_limit_s
-    gap_at = now + period_s
+    gap_at, upper_at = now + period_s, now + gap_limit_s
     paced_at, tightest_id = math.inf, None
     for request in decodes:
         # A decode has emitted a token; a view that knows no instant of it counts from now.
         last_at = now if request.last_token_at is None else request.last_token_at
         gap_at = min(gap_at, last_at + config.pace * gap_limit_s)
+        upper_at = min(upper_at, last_at + gap_limit_s)
         promise = live_promise(request)
         if promise is None:
             continue
@@ -79,10 +87,13 @@ def pace_decodes(
             deadline_at = promise.token_deadline_at(request.num_output_tokens + 1)
             if deadline_at < math.inf:
                 next_at += config.bank * max(0.0, deadline_at - next_at)
+        worst_at = worst_due_at(request, last_at, target_s, config.upper_pace)
+        upper_at = min(upper_at, max(worst_at, next_at))
         if next_at < paced_at:
             paced_at, tightest_id = next_at, request.request_id
     return Pacing(
         limit_s=min(gap_at, paced_at) - now,
+        upper_limit_s=upper_at - now,
         period_s=period_s,
         gap_limit_s=gap_limit_s,
         decode_s=decode_s,
@@ -90,6 +101,20 @@ def pace_decodes(
         slack_s=None if tightest_id is None else paced_at - now,
         is_gap_limited=gap_at < paced_at,
     )
+
+
+def worst_due_at(
+    request: RequestView, last_token_at: float, target_s: float, upper_pace: float
+) -> float:
+    """Until when the upper bound of a step may keep the stream waiting.
+
+    A stream's promise is its mean from the first token on, (last - first)/(n - 1) ≤ p. One that is
+    ahead of it does not lose it by one gap: the bound may reach the instant at which the mean is p
+    again, at most `upper_pace`·p after the last token. One that is not ahead must have p at worst.
+    """
+    first_at = last_token_at if request.first_token_at is None else request.first_token_at
+    even_at = first_at + request.num_output_tokens * target_s
+    return max(last_token_at + target_s, min(even_at, last_token_at + upper_pace * target_s))
 
 
 def stream_target_s(

@@ -231,7 +231,7 @@ class SloPlanner:
         if not (judged.is_curve_exact and seated.is_head):
             curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
         within = most_tokens_within(
-            self._cost_model, decodes, head, curve, pacing.limit_s, config.upper_share
+            self._cost_model, decodes, head, curve, pacing.limit_s, pacing.upper_share
         )
         upper = min(most, within)
         if upper == 0:

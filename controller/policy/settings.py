@@ -39,7 +39,7 @@ class PolicyConfig:
     """
 
     pace: float = 0.95
-    upper_pace: float = 1.05
+    upper_pace: float = 1.2
     bank: float = 0.0
     gap_limit_s: float = 1.0
     token_budget: int | None = None
@@ -61,6 +61,8 @@ class PolicyConfig:
         """Check every field."""
         self._check_share("pace", low_open=True)
         self._check_positive("upper_pace")
+        if self.upper_pace < 1.0:
+            raise ValueError(f"upper_pace must be at least 1, got {self.upper_pace!r}")
         self._check_share("bank")
         self._check_share("knee_share", low_open=True)
         self._check_share("exploration")
@@ -79,7 +81,7 @@ class PolicyConfig:
 
     @property
     def upper_share(self) -> float:
-        """What of an upper bound is held against a paced limit: pace / upper_pace."""
+        """What of an upper bound a drained queue is held against: pace / upper_pace."""
         return self.pace / self.upper_pace
 
     def _check_share(self, name: str, *, low_open: bool = False) -> None:

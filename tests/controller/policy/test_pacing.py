@@ -90,3 +90,29 @@ def test_a_decode_without_a_token_instant_counts_from_now() -> None:
     stream = decode("a", slo=Slo(tpot_s=0.5))
     stream.last_token_at = None
     assert paced(stream).slack_s == pytest.approx(0.45)
+
+
+def upper_limit(num_output: int, first_at: float, upper_pace: float = 1.2) -> float:
+    stream = decode("a", slo=Slo(tpot_s=0.5), num_output=num_output, last_at=10.0)
+    stream.first_token_at = first_at
+    config = PolicyConfig(pace=0.9, gap_limit_s=2.0, upper_pace=upper_pace)
+    return paced(stream, config=config).upper_limit_s
+
+
+def test_only_a_stream_that_is_ahead_of_its_mean_may_risk_more_than_its_target() -> None:
+    # The first token sets the clock: nothing is gained yet.
+    assert upper_limit(1, 10.0) == pytest.approx(0.5)
+    # Four gaps of 0.2 s leave 1.2 s, more than upper_pace allows; of 0.48 s they leave 0.08 s.
+    assert upper_limit(5, 9.2) == pytest.approx(0.6)
+    assert upper_limit(5, 9.2, 1.0) == pytest.approx(0.5)
+    assert upper_limit(5, 10.0 - 4 * 0.48) == pytest.approx(0.58)
+    # One that is behind has its target, not less: the mean is paced in any case.
+    assert upper_limit(5, 7.0) == pytest.approx(0.5)
+    assert upper_limit(5, 9.2, 99.0) == pytest.approx(1.7)
+
+
+def test_the_upper_bound_is_scaled_to_the_limit_of_the_mean() -> None:
+    pacing = paced(decode("a", slo=Slo(tpot_s=0.5), last_at=10.0))
+    assert pacing.upper_share == pytest.approx(0.9)
+    assert paced(decode("late", slo=Slo(tpot_s=0.5), last_at=8.0)).upper_share == 1.0
+    assert paced().upper_limit_s == pytest.approx(2.0)

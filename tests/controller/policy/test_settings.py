@@ -30,6 +30,7 @@ BAD: list[tuple[str, Any]] = [
         for value in (0.0, -1.0, math.inf, math.nan)
     ],
     ("drain_steps", 0.0),
+    ("upper_pace", 0.9),
     *[(name, value) for name in ("token_budget", "max_waiting_tokens") for value in (0, 1.5, True)],
     ("split_threshold", -1),
     ("turn_period", 0),
