@@ -287,3 +287,43 @@ def test_an_answer_of_no_tokens_is_complete() -> None:
         assert answer.status_code == 200
         assert answer.headers["x-slo-decision"] == "degraded"
         assert "x-slo-predicted-ttft-ms" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [(FinishReason.CANCELLED, 503, "cancelled"), (FinishReason.REJECTED, 500, "internal_error")],
+)
+def test_an_end_that_nobody_asked_for_is_an_error(
+    reason: FinishReason, status: int, code: str
+) -> None:
+    async def script(stream):  # type: ignore[no-untyped-def]
+        yield stream.finished(reason, 0)
+
+    answer = call(create_app(ScriptedService(script)), "POST", PATH, body={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
+def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error_event(prompt: object) -> None:
+    async def script(stream):  # type: ignore[no-untyped-def]
+        yield stream.admitted()
+        yield TokenEvent(97, 0, 1.0)
+        raise RuntimeError("a secret detail")
+
+    service = ScriptedService(script)
+    answer = call(create_app(service), "POST", PATH, body={"prompt": prompt, "stream": True})
+    assert answer.status_code == 200
+    *chunks, error = sse(answer.text)
+    assert chunks
+    assert error["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    for stream in service.streams:
+        assert stream.ended_with == [FinishReason.CANCELLED]
+
+
+def test_a_stop_string_in_text_that_is_flushed_at_the_end_still_counts() -> None:
+    # Half a character is held back until the end and then shown as U+FFFD.
+    service = ScriptedService(says(b"ab\xf0"))
+    answer = call(create_app(service), "POST", PATH, body={"prompt": "x", "stop": "b\ufffd"}).json()
+    assert answer["choices"][0]["text"] == "a"
+    assert answer["choices"][0]["finish_reason"] == "stop"

@@ -148,3 +148,9 @@ def test_a_clients_id_is_a_label_only_when_it_can_be_one() -> None:
     answer = ask(service, {"x-request-id": "x" * 200})
     assert answer.headers["x-request-id"] == "run-1"
     assert "x-client-request-id" not in answer.headers
+
+
+def test_objectives_may_not_differ_either() -> None:
+    name = "x-llm-d-inference-objective"
+    answer = ask(ScriptedService(), [(name, "flex"), (name, "priority")])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
