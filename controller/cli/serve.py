@@ -6,11 +6,14 @@ Owns the life of the server process. Exit codes: 0 after a clean stop, 2 if it c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import signal
 import socket
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,6 +121,18 @@ async def _serve(runtime: Runtime, listener: socket.socket) -> None:
     )
 
     class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn raises the signal again once it has stopped, which would end the process
+            # before the loop is drained and telemetry is flushed.
+            handled = (signal.SIGINT, signal.SIGTERM)
+            previous = [signal.signal(number, self.handle_exit) for number in handled]
+            try:
+                yield
+            finally:
+                for number, handler in zip(handled, previous, strict=True):
+                    signal.signal(number, handler)
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             service.drain()
             super().handle_exit(sig, frame)

@@ -1,0 +1,116 @@
+"""Settings: the order of their sources, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.config import Settings, SettingsError, load_settings, parse_slo_class
+from controller.policy.slo import OnInfeasible, Slo, SloClass
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"PACELINE_{name.upper()}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flag_over_environment_over_file_over_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('port = 1\nhost = "h1"\nmax_num_seqs = 5\n[planner]\npace = 0.5\n')
+    monkeypatch.setenv("PACELINE_PORT", "2")
+    monkeypatch.setenv("PACELINE_HOST", "h2")
+    monkeypatch.setenv("PACELINE_PLANNER__GAP_LIMIT_S", "4")
+    settings = load_settings({"port": "3"}, file)
+    assert (settings.port, settings.host, settings.max_num_seqs) == (3, "h2", 5)
+    assert (settings.planner.pace, settings.planner.gap_limit_s) == (0.5, 4.0)
+    assert settings.dtype == "auto"
+
+
+def test_the_file_in_the_current_directory_is_found(tmp_path: Path) -> None:
+    assert load_settings({}).port == 8000
+    (tmp_path / "paceline.toml").write_text("port = 9\n")
+    assert load_settings({}).port == 9
+
+
+def test_classes_from_flags_and_from_a_table(tmp_path: Path) -> None:
+    text = "chat:ttft_ms=500,tpot_ms=50,weight=2,on_infeasible=degrade"
+    settings = load_settings({"slo_class": [text, "batch:"], "default_slo_class": "chat"})
+    chat = SloClass("chat", Slo(0.5, 0.05), 2.0, OnInfeasible.DEGRADE)
+    assert settings.slo_classes == {
+        "default": SloClass("default"),
+        "chat": chat,
+        "batch": SloClass("batch"),
+    }
+    (tmp_path / "paceline.toml").write_text(
+        'default_slo_class = "chat"\n[[slo_class]]\nname = "chat"\nttft_ms = 500\ntpot_ms = 50\n'
+        'weight = 2\non_infeasible = "degrade"\n'
+    )
+    assert load_settings({}).slo_classes["chat"] == chat
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"port": "70000"}, "port: .*65535"),
+        ({"port": "x"}, "port"),
+        ({"policy": "magic"}, "policy: .*'slo', 'static' or 'whole'"),
+        ({"max_num_seqs": "0"}, "max_num_seqs"),
+        ({"max_model_len": "1.5"}, "max_model_len"),
+        ({"model": ""}, "model"),
+        ({"slo_class": ["chat:ttft=1"]}, "unknown key 'ttft' in SLO class 'chat'"),
+        ({"slo_class": ["chat:ttft_ms=soon"]}, "ttft_ms of SLO class 'chat' must be a number"),
+        ({"slo_class": ["chat:ttft_ms=-1"]}, "ttft_s must be a finite number"),
+        ({"slo_class": ["chat:tpot_ms=nan"]}, "tpot_s must be a finite number"),
+        ({"slo_class": [":ttft_ms=1"]}, "name of an SLO class must not be empty"),
+        ({"slo_class": ["a:on_infeasible=shrug"]}, "on_infeasible of SLO class 'a'"),
+        ({"slo_class": ["a:weight=0"]}, "weight of SLO class 'a'"),
+        ({"default_slo_class": "gold"}, "no class 'gold'; known: default"),
+        ({"chat_template": "nowhere.jinja"}, "chat_template: no such file"),
+        ({"planner": {"pace": 2.0}}, "planner"),
+        ({"no_such": 1}, "no_such: no such setting"),
+    ],
+)
+def test_errors_name_the_field(flags: dict[str, Any], names: str) -> None:
+    with pytest.raises(SettingsError, match=names):
+        load_settings(flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [("port = = 1", "line 1"), ("prot = 1", "prot: no such setting"), (None, "No such file")],
+)
+def test_broken_files_are_named(tmp_path: Path, content: str | None, names: str) -> None:
+    file = tmp_path / "broken.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SettingsError, match=names):
+        load_settings({}, file)
+
+
+def test_secrets_never_leave_as_text() -> None:
+    settings = load_settings({"api_key": "s3cret"})
+    assert "s3cret" not in json.dumps(settings.to_json())
+    assert "s3cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "expected"),
+    [("slo", None, 8192), ("static", None, 512), ("whole", None, 1 << 20), ("static", "128", 128)],
+)
+def test_the_step_cap_follows_the_policy(policy: str, given: str | None, expected: int) -> None:
+    flags = {"policy": policy} | ({"max_num_batched_tokens": given} if given else {})
+    assert load_settings(flags).effective_max_num_batched_tokens == expected
+
+
+def test_a_class_object_passes_through() -> None:
+    item = SloClass("chat")
+    assert parse_slo_class(item) is item
+    with pytest.raises(ValueError, match="NAME:key=value"):
+        parse_slo_class(3)
