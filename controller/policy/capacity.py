@@ -125,7 +125,22 @@ class Intake:
 
     def _count_headroom(self) -> int:
         if self._headroom is None:
-            to_hold = sum(max(self._blocks(r), len(r.block_table)) for r in self._running)
+            # The one loop over everybody running: `_blocks` written out, without its calls.
+            size = self._view.block_size
+            longest = min(self._view.max_model_len, self._view.num_total_blocks * size)
+            expected = self._lengths.expected
+            to_hold = 0
+            for request in self._running:
+                num_output = request.num_output_tokens + size
+                usual = expected(class_name(request))
+                if usual > num_output:
+                    num_output = usual
+                if request.max_tokens < num_output:
+                    num_output = request.max_tokens
+                num_tokens = request.num_prompt_tokens + num_output
+                blocks = -(-(num_tokens if num_tokens < longest else longest) // size)
+                held = len(request.block_table)
+                to_hold += blocks if blocks > held else held
             self._headroom = self._view.num_total_blocks - to_hold - self._reserve
         return self._headroom
 

@@ -67,30 +67,37 @@ def pace_decodes(
     decode_s = float(latency_curve(cost_model, load, NO_PREFILL, _ZERO).mean_s[0])
     gap_limit_s = max(config.gap_limit_s, 2.0 * decode_s)
     # The gap limit is paced like a target: the upper bound may reach it, the mean may not.
-    period_s = config.pace * gap_limit_s
-    gap_at, upper_at = now + period_s, now + gap_limit_s
+    pace, bank, upper_pace = config.pace, config.bank, config.upper_pace
+    period_s = pace * gap_limit_s
+    earliest_at = upper_at = now + gap_limit_s
     paced_at, tightest_id = math.inf, None
     for request in decodes:
         # A decode has emitted a token; a view that knows no instant of it counts from now.
         last_at = now if request.last_token_at is None else request.last_token_at
-        gap_at = min(gap_at, last_at + config.pace * gap_limit_s)
-        upper_at = min(upper_at, last_at + gap_limit_s)
+        if last_at + gap_limit_s < earliest_at:
+            earliest_at = last_at + gap_limit_s
         promise = live_promise(request)
         if promise is None:
             continue
         target_s = stream_target_s(request, promise, last_at, lengths)
         if target_s < decode_s or target_s == math.inf:
             continue
-        period_s = min(period_s, config.pace * target_s)
-        next_at = last_at + config.pace * target_s
-        if config.bank > 0.0 and promise.base_at is not None:
+        paced_s = pace * target_s
+        if paced_s < period_s:
+            period_s = paced_s
+        next_at = last_at + paced_s
+        if bank > 0.0 and promise.base_at is not None:
             deadline_at = promise.token_deadline_at(request.num_output_tokens + 1)
             if deadline_at < math.inf:
-                next_at += config.bank * max(0.0, deadline_at - next_at)
-        worst_at = worst_due_at(request, last_at, target_s, config.upper_pace)
-        upper_at = min(upper_at, max(worst_at, next_at))
+                next_at += bank * max(0.0, deadline_at - next_at)
+        # Nothing of a loose stream can be the tightest: the worst case lies beyond the due instant.
+        if last_at + target_s < upper_at or next_at < paced_at:
+            worst_at = worst_due_at(request, last_at, target_s, upper_pace)
+            upper_at = min(upper_at, max(worst_at, next_at))
         if next_at < paced_at:
             paced_at, tightest_id = next_at, request.request_id
+    gap_at = earliest_at - (1.0 - pace) * gap_limit_s
+    upper_at = min(upper_at, earliest_at)
     return Pacing(
         limit_s=min(gap_at, paced_at) - now,
         upper_limit_s=upper_at - now,
