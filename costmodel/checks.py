@@ -258,8 +258,7 @@ def _teach(model: CostModel, steps: Iterator[SyntheticStep], count: int) -> Cost
 
 
 def _slowed(steps: Iterator[SyntheticStep], factor: float) -> Iterator[SyntheticStep]:
-    for features, measured_s, true_s in steps:
-        yield SyntheticStep(features, measured_s * factor, true_s * factor)
+    return (SyntheticStep(s.features, s.measured_s * factor, s.true_s * factor) for s in steps)
 
 
 def _mape(model: CostModel, steps: Iterator[SyntheticStep], *, is_measured: bool = False) -> float:

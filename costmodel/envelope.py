@@ -1,12 +1,11 @@
-"""The envelope: predictions, upper bounds and marginal costs from the exported coefficients of two
-planes.
+"""The envelope: predictions, upper bounds and marginal costs from exported coefficients.
 
 Owns the arithmetic that every learner of this package predicts with. Must not learn.
 
 `mean(x) = max over planes p of c_p · φ(x)`, all coefficients non-negative: convex, positive, and
-never falling in any kind of work, across regimes too. Two planes are a floor and a slope: a
-memory-bound step costs reading the weights whatever the batch, a compute-bound one costs its
-tokens.
+never falling in any kind of work, across regimes too. Three planes, because a memory-bound step
+costs reading the weights whatever its batch and a compute-bound one costs its tokens, and because
+the floor of a decode-only step (a captured graph, say) need not be that of a step with prompts.
 
 The upper bound takes the largest of three bounds that each hold: that of the step's decode part
 alone, that of its prefill part alone, and that of the whole, each with its own regime's margin. A
@@ -26,9 +25,12 @@ from costmodel.base import LatencyEstimate, MarginalCosts
 from costmodel.basis import NUM_BASIS, NUM_PARTS, PART_MASKS, expand
 from costmodel.features import FloatArray, Regime, StepFeatures
 
-NUM_PLANES: Final = 2
-FLOOR_PLANE: Final = 0
-WORK_PLANE: Final = 1
+# Steps without prefill work, prefill steps up to the usual size, and those beyond: where a plane is
+# expected to be the largest one.
+DECODE_PLANE: Final = 0
+PREFILL_PLANE: Final = 1
+WORK_PLANE: Final = 2
+NUM_PLANES: Final = 3
 KNEE_SHARE: Final = 0.9
 # Reported where throughput never flattens (no cost per prefill token is known).
 MAX_KNEE_TOKENS: Final = 1 << 20
@@ -39,7 +41,7 @@ class StepPrediction(NamedTuple):
 
     mean_s: float
     upper_s: float
-    plane_s: tuple[float, float]
+    plane_s: list[float]
 
 
 class Envelope:
@@ -49,8 +51,8 @@ class Envelope:
 
     def __init__(self, planes: Sequence[FloatArray]) -> None:
         """Start from unscaled coefficients, one vector of shape (NUM_BASIS,) per plane."""
-        self._columns: FloatArray = np.zeros((NUM_BASIS, NUM_PLANES * NUM_PARTS))
-        self._planes: list[list[float]] = [[] for _ in range(NUM_PLANES)]
+        self._columns: FloatArray = np.zeros((NUM_BASIS, len(planes) * NUM_PARTS))
+        self._planes: list[list[float]] = [[] for _ in planes]
         for index, coefficients in enumerate(planes):
             self.set_plane(index, coefficients)
 
@@ -65,7 +67,7 @@ class Envelope:
     def estimate(self, features: FloatArray, margins: Mapping[Regime, float]) -> LatencyEstimate:
         """Return mean and upper seconds, shape (n,), for features of shape (n, NUM_FEATURES)."""
         values = expand(features) @ self._columns
-        parts = np.maximum(values[:, :NUM_PARTS], values[:, NUM_PARTS:])
+        parts = values.reshape(-1, len(self._planes), NUM_PARTS).max(axis=1)
         whole = parts[:, 0]
         has_prefill = features[:, 0] > 0.0
         is_mixed = has_prefill & (features[:, 1] > 0.0)
@@ -82,22 +84,14 @@ class Envelope:
         """Return what `estimate` says of one step, without the cost of an array."""
         prefill, decodes, context, past, squared = features
         jump = 1.0 if prefill > 0.0 else 0.0
-        wholes = [0.0, 0.0]
+        wholes = []
         decode_s = prefill_s = 0.0
-        for index, (
-            base,
-            jumps,
-            per_prefill,
-            per_decode,
-            per_context,
-            per_past,
-            per_square,
-        ) in enumerate(self._planes):
+        for base, jumps, per_prefill, per_decode, per_context, per_past, per_square in self._planes:
             decode_part = decodes * per_decode + context * per_context
             prefill_part = (
                 jump * jumps + prefill * per_prefill + past * per_past + squared * per_square
             )
-            wholes[index] = base + decode_part + prefill_part
+            wholes.append(base + decode_part + prefill_part)
             decode_s = max(decode_s, base + decode_part)
             prefill_s = max(prefill_s, base + prefill_part)
         mean_s = max(wholes)
@@ -106,7 +100,7 @@ class Envelope:
             upper_s = max(upper_s, prefill_s * (1.0 + margins[Regime.PREFILL_ONLY]))
             if decodes > 0.0:
                 upper_s = max(upper_s, mean_s * (1.0 + margins[Regime.MIXED]))
-        return StepPrediction(mean_s, max(upper_s, mean_s), (wholes[0], wholes[1]))
+        return StepPrediction(mean_s, max(upper_s, mean_s), wholes)
 
     def marginals(self) -> MarginalCosts:
         """Return marginal costs of a busy step: the plane with the dearer prefill token."""

@@ -14,18 +14,21 @@ from costmodel.features import FloatArray
 _RELATIVE_TOLERANCE = 1e-10
 
 
-def solve_nonnegative(gram: FloatArray, moment: FloatArray, start: FloatArray) -> FloatArray:
+def solve_nonnegative(
+    gram: FloatArray, moment: FloatArray, start: FloatArray, max_rounds: int = 24
+) -> FloatArray:
     """Return argmin over x >= 0 of ½ x'Gx − m'x, for a positive definite G.
 
     Lawson and Hanson's active set (Solving Least Squares Problems, 1974, chapter 23) on the normal
     equations, started from the feasible `start`: where the set of positive coefficients has not
     changed it costs one small solve and one gradient. `gram` has shape (k, k), `moment` and `start`
-    (k,), `start >= 0`. The rounds are bounded; the point returned is feasible whatever happens.
+    (k,), `start >= 0`. The point returned is feasible and no worse than `start`, even where
+    `max_rounds` do not reach the optimum.
     """
     solution = start
     passive = start > 0.0
     tolerance = _RELATIVE_TOLERANCE * float(np.abs(moment).max())
-    for _ in range(3 * len(moment)):
+    for _ in range(max_rounds):
         index = passive.nonzero()[0]
         inner = np.linalg.solve(gram[index[:, None], index], moment[index])
         trial = np.zeros_like(moment)

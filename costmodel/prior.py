@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from costmodel.basis import SCALES, expand
-from costmodel.envelope import FLOOR_PLANE, NUM_PLANES, WORK_PLANE
+from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.hygiene import check_sample
 from costmodel.plane import NonNegativePlane
@@ -23,6 +23,7 @@ from costmodel.recursive import RecursiveLeastSquares
 # cautious until the first steps set the scale.
 _FLAT_FLOOR: Final = (0.02, 0.0, 0.0, 0.0016, 0.0004, 0.0, 0.0)
 _FLAT_WORK: Final = (0.018, 0.0, 0.0512, 0.0016, 0.0004, 0.0026, 0.0013)
+_FLAT: Final = (_FLAT_FLOOR, _FLAT_WORK, _FLAT_WORK)
 _MAX_ROUNDS: Final = 8
 
 
@@ -87,17 +88,17 @@ def sweep_plan(
 
 def flat_prior() -> RecursiveLeastSquares:
     """Return a model for an unknown device: the first few steps set its scale."""
-    return RecursiveLeastSquares([NonNegativePlane(np.array(c)) for c in (_FLAT_FLOOR, _FLAT_WORK)])
+    return RecursiveLeastSquares([NonNegativePlane(np.array(c)) for c in _FLAT])
 
 
 def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSquares:
     """Return a model fitted to (features, seconds) of a warm-up; unusable samples are left out.
 
-    Repeats of the same features are replaced by their median. Then the samples are shared between
-    the two planes and each plane is fitted, in turns, until the shares settle (Magnani and Boyd,
-    "Convex piecewise-linear fitting", 2009); the round with the smallest error is kept. What the
-    samples do not tell comes from the flat prior, brought to their scale. None usable: the flat
-    prior.
+    Repeats of the same features are replaced by their median. Then the samples are shared among the
+    planes and each plane is fitted, in turns, until the shares settle (Magnani and Boyd, "Convex
+    piecewise-linear fitting", 2009); the round with the smallest error is kept, one plane for all
+    prefill work being the first. What the samples do not tell comes from the flat prior, brought to
+    their scale. None usable: the flat prior.
     """
     repeats: dict[StepFeatures, list[float]] = {}
     for features, latency_s in samples:
@@ -108,12 +109,18 @@ def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSq
     raw = np.array(list(repeats), dtype=np.float64)
     rows = expand(raw) / SCALES
     latencies_s = np.array([statistics.median(values) for values in repeats.values()])
-    start = np.array([_FLAT_FLOOR, _FLAT_WORK])
+    start = np.array(_FLAT)
     start *= float(np.median(latencies_s / (rows @ start.T).max(axis=1)))
 
-    is_decode_only = np.array([features.regime is Regime.DECODE_ONLY for features in repeats])
-    owners = np.where(is_decode_only, FLOOR_PLANE, WORK_PLANE)
-    candidates = []
+    has_prefill = np.array([features.regime is not Regime.DECODE_ONLY for features in repeats])
+    owners = np.where(has_prefill, WORK_PLANE, DECODE_PLANE)
+    # One plane for all prefill work is the first candidate, and where both of its planes start.
+    planes = _fit(rows, latencies_s, start, owners)
+    start[PREFILL_PLANE] = start[WORK_PLANE] = planes[WORK_PLANE].coefficients
+    candidates = [_fit(rows, latencies_s, start, owners)]
+    if has_prefill.any():
+        usual_s = np.median(latencies_s[has_prefill])
+        owners[has_prefill & (latencies_s <= usual_s)] = PREFILL_PLANE
     for _ in range(_MAX_ROUNDS):
         planes = _fit(rows, latencies_s, start, owners)
         candidates.append(planes)

@@ -1,4 +1,4 @@
-"""The online learner: two non-negative planes, screened samples, conformal margins, drift.
+"""The online learner: non-negative planes, screened samples, conformal margins, drift.
 
 Owns how the parts work together for one step. Must not read a clock, and must not hold a formula
 that a part owns.
@@ -12,41 +12,44 @@ from typing import Any, Final
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality, RegimeQuality
 from costmodel.basis import expand_scaled
 from costmodel.drift import PageHinkley
-from costmodel.envelope import FLOOR_PLANE, NUM_PLANES, WORK_PLANE, Envelope
+from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE, Envelope
 from costmodel.features import FloatArray, Regime, StepFeatures
-from costmodel.fields import SnapshotError, read_array, read_count, read_mapping
+from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
 from costmodel.hygiene import RejectReason, Screen, check_sample
 from costmodel.margin import ConformalMargin
 from costmodel.plane import NonNegativePlane
 from costmodel.window import QualityWindow
 
-# A plane teaches where it is the larger one; the regime's own plane keeps a near tie, so that noise
-# does not pass samples to and fro between two planes that say the same.
+# A plane teaches where it is the larger one; the plane at home keeps a near tie, so that noise does
+# not pass samples to and fro between two planes that say the same.
 _TIE: Final = 0.98
 # After a change of speed one tenth of the information stays (a memory of some 35 samples), after a
 # drift alarm a quarter.
 _KEEP_AFTER_SHIFT: Final = 0.1
 _KEEP_AFTER_ALARM: Final = 0.25
-# A plane that is the larger one in less than a fifth of its own regimes' steps is asleep
+# A plane that is the larger one in less than a fifth of the steps at its home is asleep
 # (exponential mean).
 _AWAKE_SHARE: Final = 0.2
 _AWAKE_STEP: Final = 0.02
+# Prefill work is large or small against the running median of its predictions.
+_SPLIT_STEP: Final = 0.02
 _REGIMES: Final = tuple(Regime)
 
 
 class RecursiveLeastSquares:
     """A `CostModel` that learns from every step in tens of microseconds. Single writer.
 
-    `latency = max(floor plane, work plane)`, see `envelope`. Each sample teaches the plane that
-    predicted it. Margins, windows and drift detectors are per regime.
+    `latency = max over planes`, see `envelope`. Each sample teaches the plane that predicted it.
+    Margins, windows and drift detectors are per regime.
     """
 
     kind: Final = "recursive_least_squares"
 
     def __init__(self, planes: Sequence[NonNegativePlane]) -> None:
-        """Start from a floor plane and a work plane (see `prior`)."""
+        """Start from `NUM_PLANES` planes in the order of `envelope` (see `prior`)."""
         self._planes = list(planes)
         self._envelope = Envelope([plane.physical for plane in planes])
+        self._split_s = 0.0
         self._presence = [0.5] * NUM_PLANES
         self._screens = [Screen() for _ in range(NUM_PLANES)]
         self._margins = {regime: ConformalMargin() for regime in _REGIMES}
@@ -91,8 +94,10 @@ class RecursiveLeastSquares:
         predicted = self._envelope.predict_step(features, self._shares)
         ratio = latency_s / predicted.mean_s
         is_covered = latency_s <= predicted.upper_s
-        home = FLOOR_PLANE if regime is Regime.DECODE_ONLY else WORK_PLANE
-        index = home if predicted.plane_s[home] >= _TIE * max(predicted.plane_s) else 1 - home
+        home = self._home(regime, predicted.mean_s)
+        index = home
+        if predicted.plane_s[home] < _TIE * predicted.mean_s:
+            index = predicted.plane_s.index(predicted.mean_s)
         self._presence[home] += _AWAKE_STEP * ((index == home) - self._presence[home])
         verdict = self._screens[index].judge(ratio)
         margin = self._margins[regime]
@@ -119,8 +124,8 @@ class RecursiveLeastSquares:
         row = expand_scaled(features)
         self._learn(index, row, believed_s, believed_s * verdict.taught_ratio)
         if index != home and self._presence[home] < _AWAKE_SHARE:
-            # A plane that is nowhere the larger one would never learn again. It wakes up by what
-            # happens in its own regimes, and where one plane is enough the two come to agree there.
+            # A plane that is nowhere the largest one would never learn again. It wakes up by what
+            # happens at its home, and where fewer planes are enough they come to agree there.
             self._learn(home, row, believed_s, believed_s * verdict.taught_ratio)
 
         margin.record(ratio - 1.0, is_covered=is_covered)
@@ -160,27 +165,39 @@ class RecursiveLeastSquares:
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
         )
 
+    def _home(self, regime: Regime, predicted_s: float) -> int:
+        """Return the plane that is expected to be the largest one, and steer the usual size."""
+        if regime is Regime.DECODE_ONLY:
+            return DECODE_PLANE
+        # A running median of predictions by fixed relative steps.
+        is_large = predicted_s > self._split_s
+        if self._split_s == 0.0:
+            self._split_s = predicted_s
+        self._split_s *= 1.0 + _SPLIT_STEP if is_large else 1.0 - _SPLIT_STEP
+        return WORK_PLANE if is_large else PREFILL_PLANE
+
     def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:
         if self._planes[index].learn(row, believed_s, taught_s):
             self._envelope.set_plane(index, self._planes[index].physical)
             self._version += 1
 
     def _shift(self, index: int, factor: float) -> float:
-        """Rescale plane `index` after a change of speed, and the other one along with it.
+        """Rescale plane `index` after a change of speed, and the others along with it.
 
         Machines slow down as a whole more often than for one kind of work, and a plane left behind
-        would lose its samples to the one that moved. Where the guess is wrong, the plane that was
-        dragged along sees its own run of surprises and returns alone: the two never drive each
-        other to and fro.
+        would lose its samples to the one that moved. Where the guess is wrong, a plane that was
+        dragged along sees its own run of surprises and returns alone: planes never drive each other
+        to and fro.
         """
         applied = self._planes[index].rescale(factor)
         self._planes[index].discount(_KEEP_AFTER_SHIFT)
-        other = 1 - index
         if not self._screens[index].is_on_trial:
-            self._planes[other].rescale(applied)
-            self._planes[other].discount(_KEEP_AFTER_SHIFT)
-            self._screens[other].put_on_trial()
-            self._envelope.set_plane(other, self._planes[other].physical)
+            self._split_s *= applied
+            for other in set(range(NUM_PLANES)) - {index}:
+                self._planes[other].rescale(applied)
+                self._planes[other].discount(_KEEP_AFTER_SHIFT)
+                self._screens[other].put_on_trial()
+                self._envelope.set_plane(other, self._planes[other].physical)
         self._screens[index].is_on_trial = False
         return applied
 
@@ -194,6 +211,7 @@ class RecursiveLeastSquares:
             "version": self._version,
             "num_drift_alarms": self._num_drift_alarms,
             "num_rejected": {str(reason): count for reason, count in self._num_rejected.items()},
+            "split_s": self._split_s,
             "presence": list(self._presence),
             "planes": {str(i): plane.state() for i, plane in enumerate(self._planes)},
             "screens": {str(i): screen.state() for i, screen in enumerate(self._screens)},
@@ -213,6 +231,7 @@ class RecursiveLeastSquares:
 
         indices = [str(index) for index in range(NUM_PLANES)]
         model = cls([NonNegativePlane.restore(*part("planes", index)) for index in indices])
+        model._split_s = read_number(state, "split_s", path, low=0.0)
         presence = read_array(state, "presence", path, (NUM_PLANES,))
         if ((presence < 0.0) | (presence > 1.0)).any():
             raise SnapshotError(f"{path}.presence", "must be shares in [0, 1]")

@@ -64,3 +64,15 @@ def test_a_system_that_cannot_be_solved_well_still_gives_a_feasible_point() -> N
     x = solve_nonnegative(gram, np.array([1.0, -1.0, 1.0]), np.array([1.0, 0.0, 0.0]))
     assert (x >= 0.0).all()
     assert np.isfinite(x).all()
+
+
+def test_too_few_rounds_still_improve_on_the_start() -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(9, 6))
+    gram = rows.T @ rows
+    moment = rng.normal(size=6) * 10.0
+    start = np.ones(6)
+    for max_rounds in range(1, 8):
+        x = solve_nonnegative(gram, moment, start, max_rounds)
+        assert (x >= 0.0).all()
+        assert _objective(gram, moment, x) <= _objective(gram, moment, start)

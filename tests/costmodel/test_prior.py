@@ -63,7 +63,7 @@ def test_a_sweep_predicts_steps_that_it_did_not_hold(device: SyntheticDevice) ->
         StepFeatures(400.0, 12.0, 12.0 * 700.0, 0.0, 400.0**2),
     ):
         predicted_s = float(model.predict(features.to_array()[None]).mean_s[0])
-        assert predicted_s == pytest.approx(device.latency_s(features), rel=0.12)
+        assert predicted_s == pytest.approx(device.latency_s(features), rel=0.2)
 
 
 def test_a_repeat_that_went_wrong_does_not_matter() -> None:

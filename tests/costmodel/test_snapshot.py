@@ -60,7 +60,7 @@ def _set(document: dict[str, Any], path: str, value: Any) -> None:
         ("state.num_drift_alarms", math.nan, "state.num_drift_alarms"),
         ("state.num_rejected.sunspots", 1, "state.num_rejected.sunspots"),
         ("state.num_rejected.outlier", -1, "state.num_rejected.outlier"),
-        ("state.presence", [0.5, 2.0], "state.presence"),
+        ("state.presence", [0.5, 0.5, 2.0], "state.presence"),
         ("state.planes.1", ..., "state.planes.1"),
         ("state.planes.0.coefficients", [math.nan] * 7, "state.planes.0.coefficients"),
         ("state.planes.0.coefficients", [math.inf] * 7, "state.planes.0.coefficients"),
