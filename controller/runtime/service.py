@@ -181,12 +181,16 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while self._fatal is None and not (self._is_stopping and not self._loop.has_work):
+            while True:
+                # Cleared before the flags are read: whoever sets one wakes the thread afterwards.
                 self._wake.clear()
+                if self._fatal is not None or (self._is_stopping and not self._loop.has_work):
+                    break
                 report = self._loop.step()
                 self._last_progress_at = self._clock.now()
                 if report is None:
-                    self._wake.wait(_RETRY_S if self._loop.has_work else None)
+                    may_sleep = not (self._loop.has_work or self._is_stopping)
+                    self._wake.wait(None if may_sleep else _RETRY_S)
                     # Waiting for work is not being stuck.
                     self._last_progress_at = self._clock.now()
         except Exception as error:
