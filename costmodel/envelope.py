@@ -45,9 +45,7 @@ class StepPrediction(NamedTuple):
 
 
 class Envelope:
-    """Exported coefficients of two planes, for candidates in bulk (NumPy) and for one step
-    (floats).
-    """
+    """Exported coefficients of the planes: for candidates in bulk, and for one step in floats."""
 
     def __init__(self, planes: Sequence[FloatArray]) -> None:
         """Start from unscaled coefficients, one vector of shape (NUM_BASIS,) per plane."""

@@ -76,6 +76,16 @@ class ConformalMargin:
             )
         self.margin = self._current()
 
+    @property
+    def num_scores(self) -> int:
+        """Scores in memory, at most `MAX_SCORES`."""
+        return len(self._sorted)
+
+    def borrow(self, prior: float) -> None:
+        """Replace the prior margin (a share of the mean) by what other regimes have learnt."""
+        self._prior = prior
+        self.margin = self._current()
+
     def widen(self) -> None:
         """Keep the margin wide until coverage is back: the residuals of the past no longer describe
         the present.

@@ -37,6 +37,12 @@ PRIOR_WEIGHT = 0.1
 # plane that has just begun, or just changed, at every sample.
 SETTLED_SAMPLES = 50
 SOLVE_EVERY = 4
+# A batch is a plane's whole past: the first samples after it must not wash it out.
+BATCH_AGE = 100
+# Without a batch the early samples went to planes by a guess: a change among the first ones scales
+# down all information.
+TRUSTED_SAMPLES = 500
+UNTRUSTED_KEEP = 0.2
 _PROXIMAL = 1e-9
 _LOWER = np.zeros(NUM_BASIS)
 _LOWER[0] = MIN_INTERCEPT_S
@@ -61,6 +67,7 @@ class NonNegativePlane:
         """
         self._set(np.maximum(coefficients, _LOWER))
         self._num_samples = 0
+        self._num_total = 0
         # The scaled coefficients of a real device are of one order: none is believed more firmly
         # than the largest, or a small guess could not grow.
         self._information: FloatArray = (
@@ -90,6 +97,7 @@ class NonNegativePlane:
         self._information += np.multiply.outer(direction, direction)
         self._information -= np.multiply.outer(seen, seen)
         self._num_samples += 1
+        self._num_total += 1
         if self._num_samples > SETTLED_SAMPLES and self._num_samples % SOLVE_EVERY:
             return False
         self._solve()
@@ -99,16 +107,24 @@ class NonNegativePlane:
         """Fit a batch at once: scaled rows (n, NUM_BASIS) and seconds (n,), on top of what is
         known, nothing forgotten.
         """
+        self._num_samples = max(self._num_samples, BATCH_AGE)
+        self._num_total = max(self._num_total, TRUSTED_SAMPLES)
         relative = rows / latencies_s[:, None]
         self._information = self._information + relative.T @ relative
         self._moment = self._moment + relative.sum(axis=0)
         self._solve()
 
-    def discount(self, keep: float) -> None:
-        """Keep only the share `keep` of all information: the next samples count for more."""
-        self._num_samples = 0
-        self._information *= keep
-        self._moment *= keep
+    def forget_faster(self, age: int) -> None:
+        """Forget as a plane of `age` samples does, from now on, if this one is older.
+
+        Directional as ever: a change says that what the coming steps excite may be wrong, not what
+        they leave alone. Scaling all information down instead would hand the directions without
+        data over to noise.
+        """
+        self._num_samples = min(self._num_samples, age)
+        if self._num_total < TRUSTED_SAMPLES:
+            self._information *= UNTRUSTED_KEEP
+            self._moment *= UNTRUSTED_KEEP
 
     def rescale(self, factor: float) -> float:
         """Multiply every coefficient: the same work now takes `factor` times as long. Return the
@@ -137,6 +153,7 @@ class NonNegativePlane:
         return {
             "coefficients": self.coefficients.tolist(),
             "num_samples": self._num_samples,
+            "num_total": self._num_total,
             "information": self._information.tolist(),
             "moment": self._moment.tolist(),
         }
@@ -149,6 +166,7 @@ class NonNegativePlane:
             raise SnapshotError(f"{path}.coefficients", "a coefficient is below its bound")
         plane = cls(coefficients)
         plane._num_samples = read_count(state, "num_samples", path)
+        plane._num_total = read_count(state, "num_total", path)
         plane._information = read_array(state, "information", path, (NUM_BASIS, NUM_BASIS))
         plane._moment = read_array(state, "moment", path, (NUM_BASIS,))
         if (plane._information != plane._information.T).any():

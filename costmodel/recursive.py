@@ -16,23 +16,25 @@ from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLA
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
 from costmodel.hygiene import RejectReason, Screen, check_sample
-from costmodel.margin import ConformalMargin
+from costmodel.margin import PRIOR_MARGIN, ConformalMargin
 from costmodel.plane import NonNegativePlane
 from costmodel.window import QualityWindow
 
 # A plane teaches where it is the larger one; the plane at home keeps a near tie, so that noise does
 # not pass samples to and fro between two planes that say the same.
 _TIE: Final = 0.98
-# After a change of speed one tenth of the information stays (a memory of some 35 samples), after a
-# drift alarm a quarter.
-_KEEP_AFTER_SHIFT: Final = 0.1
-_KEEP_AFTER_ALARM: Final = 0.25
+# How young a plane forgets after a change of speed (a memory of 20 samples, growing) and after a
+# drift alarm (of 70).
+_AGE_AFTER_SHIFT: Final = 0
+_AGE_AFTER_ALARM: Final = 100
 # A plane that is the larger one in less than a fifth of the steps at its home is asleep
 # (exponential mean).
 _AWAKE_SHARE: Final = 0.2
 _AWAKE_STEP: Final = 0.02
 # Prefill work is large or small against the running median of its predictions.
 _SPLIT_STEP: Final = 0.02
+# A regime with as many scores lends its margin to those with fewer.
+_LENDING_SCORES: Final = 50
 _REGIMES: Final = tuple(Regime)
 
 
@@ -60,6 +62,7 @@ class RecursiveLeastSquares:
         self._num_rejected: dict[str, int] = {}
         self._version = 0
         self._num_drift_alarms = 0
+        self._has_borrowers = True
 
     @property
     def version(self) -> int:
@@ -92,6 +95,7 @@ class RecursiveLeastSquares:
             return False
         regime = features.regime
         predicted = self._envelope.predict_step(features, self._shares)
+        latency_s = float(latency_s)
         ratio = latency_s / predicted.mean_s
         is_covered = latency_s <= predicted.upper_s
         home = self._home(regime, predicted.mean_s)
@@ -119,7 +123,7 @@ class RecursiveLeastSquares:
             if not verdict.is_cold:
                 self._alarm(margin)
         elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
-            plane.discount(_KEEP_AFTER_ALARM)
+            plane.forget_faster(_AGE_AFTER_ALARM)
             self._alarm(margin)
         row = expand_scaled(features)
         self._learn(index, row, believed_s, believed_s * verdict.taught_ratio)
@@ -130,6 +134,8 @@ class RecursiveLeastSquares:
 
         margin.record(ratio - 1.0, is_covered=is_covered)
         self._shares[regime] = margin.margin
+        if self._has_borrowers:
+            self._lend()
         error = abs(latency_s - predicted.mean_s) / latency_s
         self._windows[regime].record(error, is_covered=is_covered)
         self._window.record(error, is_covered=is_covered)
@@ -190,16 +196,30 @@ class RecursiveLeastSquares:
         to and fro.
         """
         applied = self._planes[index].rescale(factor)
-        self._planes[index].discount(_KEEP_AFTER_SHIFT)
+        self._planes[index].forget_faster(_AGE_AFTER_SHIFT)
         if not self._screens[index].is_on_trial:
             self._split_s *= applied
             for other in set(range(NUM_PLANES)) - {index}:
                 self._planes[other].rescale(applied)
-                self._planes[other].discount(_KEEP_AFTER_SHIFT)
+                self._planes[other].forget_faster(_AGE_AFTER_SHIFT)
                 self._screens[other].put_on_trial()
                 self._envelope.set_plane(other, self._planes[other].physical)
         self._screens[index].is_on_trial = False
         return applied
+
+    def _lend(self) -> None:
+        """Let regimes that are rarely seen start from the margins of those that are not.
+
+        The bound of a mixed step is never below that of its parts: a regime that is wide for want
+        of data would widen the others with it.
+        """
+        scarce = [m for m in self._margins.values() if m.num_scores < _LENDING_SCORES]
+        self._has_borrowers = bool(scarce)
+        known = [m.margin for m in self._margins.values() if m not in scarce]
+        if known:
+            for margin in scarce:
+                margin.borrow(min(PRIOR_MARGIN, max(known)))
+            self._shares.update({regime: m.margin for regime, m in self._margins.items()})
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1

@@ -123,3 +123,12 @@ def test_a_restored_margin_has_the_same_future() -> None:
     assert _run(margin, future) == _run(twin, future)
     assert margin.margin == twin.margin
     assert margin.state() == twin.state()
+
+
+def test_a_borrowed_margin_takes_the_place_of_the_prior() -> None:
+    margin = ConformalMargin()
+    margin.borrow(0.08)
+    assert margin.margin == 0.08
+    _run(margin, [0.0] * 20)
+    assert margin.num_scores == 20
+    assert margin.margin == pytest.approx(0.08 * 10 / 20)

@@ -10,6 +10,7 @@ from costmodel.plane import (
     MIN_INTERCEPT_S,
     SETTLED_SAMPLES,
     SOLVE_EVERY,
+    UNTRUSTED_KEEP,
     NonNegativePlane,
 )
 
@@ -70,7 +71,7 @@ def test_a_settled_plane_solves_at_every_fourth_sample() -> None:
     moved = [plane.learn(row, 0.1, 0.1) for row in _rows(SETTLED_SAMPLES + 4 * SOLVE_EVERY)]
     assert all(moved[:SETTLED_SAMPLES])
     assert sum(moved[SETTLED_SAMPLES:]) == 4
-    plane.discount(0.5)
+    plane.forget_faster(0)
     assert plane.learn(_rows(1)[0], 0.1, 0.1)
 
 
@@ -94,11 +95,11 @@ def test_rescaling_stops_at_its_bounds() -> None:
     assert plane.coefficients[0] == MIN_INTERCEPT_S
 
 
-def test_a_discounted_plane_follows_faster() -> None:
-    firm, loose = (_guess() for _ in range(2))
+def test_a_plane_that_forgets_faster_follows_faster() -> None:
+    firm, loose = _guess(), _guess()
     for plane in (firm, loose):
         _learn(plane, _rows(3000), TRUTH)
-    loose.discount(0.1)
+    loose.forget_faster(0)
     rows = _rows(40, seed=2)
     for plane in (firm, loose):
         _learn(plane, rows, 1.3 * TRUTH)
@@ -107,3 +108,30 @@ def test_a_discounted_plane_follows_faster() -> None:
         for plane in (firm, loose)
     ]
     assert errors[1] < 0.5 * errors[0]
+
+
+def test_changes_do_not_hand_what_is_not_excited_over_to_noise() -> None:
+    plane = _guess()
+    rows = _rows(3000)
+    _learn(plane, rows, TRUTH)
+    chunk = np.array([1.0, 1.0, 0.5, 1.0, 0.3, 0.0, 0.25])
+    noise = np.exp(np.random.default_rng(6).normal(0.0, 0.1, 3000))
+    for index, factor in enumerate(noise.tolist()):
+        if index % 50 == 0:
+            plane.forget_faster(100)
+        plane.learn(chunk, float(plane.coefficients @ chunk), float(TRUTH @ chunk) * factor)
+    errors = np.abs(rows[:200] @ plane.coefficients / (rows[:200] @ TRUTH) - 1.0)
+    assert errors.max() < 0.25
+
+
+def test_a_change_among_the_first_samples_scales_all_information_down() -> None:
+    young, fitted = _guess(), _guess()
+    rows = _rows(20)
+    _learn(young, rows, TRUTH)
+    fitted.believe(rows, rows @ TRUTH)
+    before = [np.array(plane.state()["information"]) for plane in (young, fitted)]
+    for plane in (young, fitted):
+        plane.forget_faster(0)
+    after = [np.array(plane.state()["information"]) for plane in (young, fitted)]
+    assert np.allclose(after[0], UNTRUSTED_KEEP * before[0])
+    assert np.array_equal(after[1], before[1])

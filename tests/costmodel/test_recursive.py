@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.hygiene import SHIFT_RUN, RejectReason
-from costmodel.prior import flat_prior
+from costmodel.prior import fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
 from costmodel.synthetic import ACCELERATOR, DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
+
+SWEEP = sweep_plan(1024, 64, 4096)
 
 
 def _taught(device: SyntheticDevice, count: int, seed: int = 0) -> RecursiveLeastSquares:
@@ -144,3 +146,40 @@ def test_whatever_is_observed_predictions_stay_sound(
     assert (upper_s >= mean_s).all()
     assert (mean_s >= mean_s[0]).all()
     assert (upper_s >= upper_s[0]).all()
+
+
+def test_a_regime_without_data_borrows_the_margin_of_one_with_data() -> None:
+    model = flat_prior()
+    steps = synthetic_steps(TWO_CORES)
+    decodes = (step for step in steps if step.features.regime is Regime.DECODE_ONLY)
+    for step in islice(decodes, 300):
+        model.observe(step.features, step.measured_s)
+    decode, *others = model.quality().regimes
+    assert decode.margin < 0.15
+    assert [part.margin for part in others] == [decode.margin, decode.margin]
+
+
+def test_a_fitted_prior_survives_autocorrelated_noise_on_one_kind_of_step() -> None:
+    model = fit_prior(
+        [(shape.features(), TWO_CORES.latency_s(shape.features())) for shape in SWEEP]
+    )
+    rng = np.random.default_rng(1)
+    level = 0.0
+    for index in range(3000):
+        level = 0.95 * level + 0.03 * float(rng.standard_normal())
+        chunk = 128.0 * (index % 4 == 0)
+        step = StepFeatures(chunk, 8.0, 8.0 * (300.0 + index % 200), chunk * 256.0, chunk**2)
+        model.observe(step, TWO_CORES.latency_s(step) * float(np.exp(level)))
+    for chunk in (16.0, 64.0, 256.0, 1024.0):
+        step = StepFeatures(chunk, 8.0, 3200.0, 0.0, chunk**2)
+        predicted_s = model.predict(step.to_array()[None]).mean_s[0]
+        assert predicted_s == pytest.approx(TWO_CORES.latency_s(step), rel=0.3)
+
+
+def test_numbers_of_numpy_do_not_leak_into_the_quality() -> None:
+    model = flat_prior()
+    model.observe(StepFeatures(0.0, 1.0, 16.0), np.float64(0.02))
+    quality = model.quality()
+    assert type(quality.mape) is float
+    assert type(quality.coverage) is float
+    assert type(quality.regimes[0].margin) is float
