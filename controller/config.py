@@ -176,7 +176,7 @@ class Settings(BaseSettings):
 
 
 def parse_slo_class(entry: Any) -> SloClass:
-    """Read a class from `NAME:key=value,…`, a table, or take it as it is; ValueError names the key."""
+    """Read a class from `NAME:key=value,…` or a table; ValueError names the key."""
     if isinstance(entry, SloClass):
         return entry
     if isinstance(entry, str):

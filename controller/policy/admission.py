@@ -142,12 +142,14 @@ def verdict_on_late(
     predicted_ttft_s: float,
     alone_s: float,
     config: PolicyConfig,
+    tolerance: float = 1.0,
 ) -> Admission | None:
     """Judge a waiting request that will miss its first-token target; None = keep it waiting,
     relegated.
 
-    `predicted_ttft_s` counts from arrival, `alone_s` is what an idle server would take. The class
-    decides: reject, degrade (best effort from now on) or queue, the last up to `max_age_s`.
+    `predicted_ttft_s` counts from arrival, `alone_s` is what an idle server would take; up to
+    `tolerance` times the target that is not held against the request. The class decides: reject,
+    degrade (best effort from now on) or queue, the last up to `max_age_s`.
     """
     promise = live_promise(request)
     target_s = math.inf if promise is None else _first_token_target_s(promise)
@@ -155,6 +157,8 @@ def verdict_on_late(
         return None
     age_s = now - promise.arrived_at
     is_expired = age_s >= target_s
+    if target_s < alone_s <= tolerance * target_s and not is_expired:
+        return None
     if alone_s > target_s:
         reason, message = TTFT_UNREACHABLE, f"even an idle server needs {alone_s:.3g} s"
     elif is_expired:
@@ -182,15 +186,17 @@ def verdict_on_late(
     )
 
 
-def verdict_on_pace(request: RequestView, decode_s: float) -> Admission | None:
-    """Judge a new request whose TPOT target is below what one decode alone takes (`decode_s`); None
-    = it is not.
+def verdict_on_pace(
+    request: RequestView, decode_s: float, tolerance: float = 1.0
+) -> Admission | None:
+    """Judge a new request whose TPOT target is below what one decode alone takes (`decode_s`).
 
+    None = it is not, or `decode_s` is within `tolerance` times the target.
     Reject or degrade as the class says; a class that queues cannot make it faster by waiting and
     keeps it as it is.
     """
     promise = live_promise(request)
-    if promise is None or promise.slo.tpot_s is None or promise.slo.tpot_s >= decode_s:
+    if promise is None or promise.slo.tpot_s is None or tolerance * promise.slo.tpot_s >= decode_s:
         return None
     message = (
         f"a token takes {decode_s:.3g} s even on an idle server,"

@@ -107,14 +107,15 @@ def latency_curve(
         features[:, 3] = chunks @ load.past
         features[:, 4] = np.einsum("cn,cn->c", chunks, chunks)
     mean_s, upper_s = cost_model.predict(features)
-    mean_s = np.maximum.accumulate(_made_safe(mean_s))
+    mean_s = np.maximum.accumulate(made_safe(mean_s))
     return LatencyCurve(
-        num_tokens, mean_s, np.maximum(mean_s, np.maximum.accumulate(_made_safe(upper_s)))
+        num_tokens, mean_s, np.maximum(mean_s, np.maximum.accumulate(made_safe(upper_s)))
     )
 
 
-def _made_safe(latency_s: FloatArray) -> FloatArray:
-    # fmin and fmax prefer a number to NaN: what is not a number becomes WORST_S.
+def made_safe(latency_s: FloatArray) -> FloatArray:
+    """Return what a model answered within [0, `WORST_S`]; not a number becomes the worst."""
+    # fmin and fmax prefer a number to NaN.
     return np.fmax(np.fmin(latency_s, WORST_S), 0.0)
 
 

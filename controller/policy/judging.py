@@ -106,14 +106,15 @@ def judge_queue(
         done_s[kept] = np.maximum(done_s[kept], started_s)
         is_late[kept] = started_s > left_s[kept]
     alone_tokens = max(1, room + decodes.num_requests)
-    verdicts = _on_pace(queue, alone_tokens, cost_model)
+    tolerance = probe_tolerance(view, config)
+    verdicts = _on_pace(queue, alone_tokens, cost_model, tolerance)
     if is_late.any():
         # Those that are dropped come after everybody who is kept.
         last_s = np.maximum(done_s, work_s[~is_late].sum() + work_s)
         done_s = np.where(is_late, last_s, done_s)
         ttft_s = now + done_s - queue.arrived_at
         verdicts |= _on_late(
-            queue, np.flatnonzero(is_late), ttft_s, now, alone_tokens, config, cost_model
+            queue, np.flatnonzero(is_late), ttft_s, now, alone_tokens, config, cost_model, tolerance
         )
     if not verdicts and not is_late.any():
         return Judged(
@@ -143,7 +144,20 @@ def judge_queue(
     )
 
 
-def _on_pace(queue: PrefillQueue, alone_tokens: int, cost_model: CostModel) -> dict[str, Admission]:
+def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
+    """Return the factor by which a prediction may exceed a target before it counts as unreachable.
+
+    It is 1, but `probe_factor` in one of `probe_period` passes over an empty engine. A model that
+    is wrong on the slow side would otherwise refuse everybody, see no step and stay wrong for ever;
+    on an empty engine the attempt costs nobody anything.
+    """
+    is_empty = not view.running and not view.preempted
+    return config.probe_factor if is_empty and view.step_no % config.probe_period == 0 else 1.0
+
+
+def _on_pace(
+    queue: PrefillQueue, alone_tokens: int, cost_model: CostModel, tolerance: float
+) -> dict[str, Admission]:
     """Verdicts on new requests whose token pace not even an idle server reaches."""
     new = [
         request
@@ -156,7 +170,10 @@ def _on_pace(queue: PrefillQueue, alone_tokens: int, cost_model: CostModel) -> d
     if not new:
         return {}
     alone = predict_alone(cost_model, new, alone_tokens)
-    verdicts = map(verdict_on_pace, new, alone.decode_s.tolist())
+    verdicts = (
+        verdict_on_pace(request, decode_s, tolerance)
+        for request, decode_s in zip(new, alone.decode_s.tolist(), strict=True)
+    )
     return {verdict.request_id: verdict for verdict in verdicts if verdict is not None}
 
 
@@ -168,6 +185,7 @@ def _on_late(
     alone_tokens: int,
     config: PolicyConfig,
     cost_model: CostModel,
+    tolerance: float,
 ) -> dict[str, Admission]:
     """Verdicts on the waiting ones among those that will miss their first-token target."""
     late_waiting = [i for i in late.tolist() if queue.requests[i].phase is RequestPhase.WAITING]
@@ -179,7 +197,7 @@ def _on_late(
     for i, request, alone_s in zip(
         late_waiting, requests, alone.first_token_s.tolist(), strict=True
     ):
-        verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config)
+        verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config, tolerance)
         if verdict is not None:
             verdicts[request.request_id] = verdict
     return verdicts

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.budget import LatencyCurve
+from controller.policy.budget import LatencyCurve, made_safe
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -109,7 +109,7 @@ def predict_alone(
     rows[0, :, 4] = chunk * chunk
     rows[1, :, 0], rows[1, :, 3], rows[1, :, 4] = rest, rest * num_full * most_tokens, rest * rest
     rows[2, :, 1], rows[2, :, 2] = 1.0, prompt + 1.0
-    mean_s = np.nan_to_num(cost_model.predict(rows.reshape(-1, NUM_FEATURES)).mean_s, nan=math.inf)
+    mean_s = made_safe(cost_model.predict(rows.reshape(-1, NUM_FEATURES)).mean_s)
     full_s, rest_s, decode_s = mean_s.reshape(3, prompt.size)
     first_token_s = np.where(num_full > 0.0, num_full * full_s, 0.0)
     return Alone(first_token_s + np.where(rest > 0.0, rest_s, 0.0), decode_s)

@@ -31,6 +31,9 @@ class PolicyConfig:
     `max_waiting_tokens` bounds the queued prompt tokens (None = no bound); `max_judged` bounds how
     many waiting requests one step looks at.
 
+    Probes: a target that the model calls unreachable is tried all the same on an empty engine, in
+    one of `probe_period` passes, if the prediction is within `probe_factor` times the target.
+
     Conflict: `started_factor` is how much dearer a started prefill is to drop; `length_neutrality`
     in [0, 1] moves shedding from count-optimal (0: long prompts go first) to length-neutral (1:
     weights alone decide).
@@ -53,6 +56,8 @@ class PolicyConfig:
     min_max_age_s: float = 30.0
     max_waiting_tokens: int | None = None
     max_judged: int = 512
+    probe_period: int = 8
+    probe_factor: float = 8.0
     started_factor: float = 8.0
     length_neutrality: float = 0.0
     kv_reserve: float = 0.02
@@ -77,6 +82,8 @@ class PolicyConfig:
                 self._check_count(name, 1)
         self._check_count("split_threshold", 0)
         self._check_count("turn_period", 1)
+        self._check_count("probe_period", 1)
+        self._check_positive("probe_factor")
         self._check_count("max_judged", 1)
 
     @property

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from controller.policy.lengths import OutputLengths
 from controller.policy.slo import Promise
-from costmodel.base import CostModel
 from costmodel.features import StepFeatures
+from costmodel.hygiene import RejectReason
 from engine.clock import Clock
 from engine.request import FinishReason, Request
 from engine.step import AdmissionAction, StepReport
@@ -31,10 +31,27 @@ class PromiseKeeper:
             promise_of(requests[token.request_id]).record_token(token.at)
 
 
+class Learner(Protocol):
+    """What feedback needs of a cost model that learns online."""
+
+    @property
+    def num_drift_alarms(self) -> int:
+        """Changes of the machine's speed that were noticed."""
+        ...
+
+    def observe(self, features: StepFeatures, latency_s: float) -> bool:
+        """Learn from one executed step."""
+        ...
+
+    def reject(self, reason: RejectReason) -> None:
+        """Count a sample that must not teach."""
+        ...
+
+
 class Teacher:
     """Shows executed steps to the cost model and finished outputs to the planner's expectations."""
 
-    def __init__(self, cost_model: CostModel, output_lengths: OutputLengths) -> None:
+    def __init__(self, cost_model: Learner, output_lengths: OutputLengths) -> None:
         self._cost_model = cost_model
         self._output_lengths = output_lengths
 
@@ -42,6 +59,8 @@ class Teacher:
         """Observe the step's duration; a failed step and one without work teach nothing."""
         if report.is_executed:
             self._cost_model.observe(StepFeatures.of(report.plan.work), report.duration_s)
+        elif report.failure is not None:
+            self._cost_model.reject(RejectReason.FAILED_STEP)
         for request_id in report.finished:
             request = requests[request_id]
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -61,10 +80,12 @@ class Offer(Protocol):
 class TelemetryFeed:
     """Turns reports into telemetry rows and offers them."""
 
-    def __init__(self, offer: Offer, clock: Clock, run_id: str) -> None:
+    def __init__(self, offer: Offer, clock: Clock, run_id: str, cost_model: Learner) -> None:
         self._offer = offer
         self._clock = clock
         self._run_id = run_id
+        self._cost_model = cost_model
+        self._num_drift_alarms = cost_model.num_drift_alarms
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Offer the step with its shares, then the requests that ended, then events."""
@@ -82,12 +103,35 @@ class TelemetryFeed:
             self._offer(request_record(requests[request_id], self._run_id, to_epoch_ms))
         for event in _events(report, self._run_id, to_epoch_ms):
             self._offer(event)
+        self._tell_drift(report, to_epoch_ms)
 
     def record_endings(self, requests: tuple[Request, ...]) -> None:
         """Offer requests that no step will report (after a fatal error)."""
         to_epoch_ms = self._epoch_of()
         for request in requests:
             self._offer(request_record(request, self._run_id, to_epoch_ms))
+
+    def _tell_drift(self, report: StepReport, to_epoch_ms: Callable[[float], int]) -> None:
+        """Offer an event where the step just observed raised an alarm (the teacher comes first)."""
+        num_alarms = self._cost_model.num_drift_alarms
+        if num_alarms == self._num_drift_alarms:
+            return
+        self._num_drift_alarms = num_alarms
+        decision = report.plan.decision
+        self._offer(
+            EventRecord(
+                run_id=self._run_id,
+                at=to_epoch_ms(report.started_at + report.duration_s),
+                event_kind=EventKind.DRIFT_ALARM,
+                reason="step latency changed",
+                step_no=report.step_no,
+                numbers={
+                    "num_alarms": num_alarms,
+                    "actual_s": report.duration_s,
+                    "predicted_mean_s": None if decision is None else decision.predicted_mean_s,
+                },
+            )
+        )
 
     def _epoch_of(self) -> Callable[[float], int]:
         now, now_ms = self._clock.now(), self._clock.epoch_ms()

@@ -111,7 +111,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     )
     hub = StreamHub()
     tally = Tally()
-    feed = TelemetryFeed(writer.offer, clock, run.run_id)
+    feed = TelemetryFeed(writer.offer, clock, run.run_id, cost_model)
     # The order matters: promises are judged by what streams report, streams go before whoever
     # merely watches.
     listeners: tuple[StepListener, ...] = (

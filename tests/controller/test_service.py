@@ -1,163 +1,27 @@
-"""The service: streams, health, endings and what feedback tells whom, on a real loop thread."""
+"""The service: streams, and what feedback tells whom, on a real loop thread."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from controller.policy.baselines import StaticPlanner
-from controller.policy.lengths import OutputLengths
-from controller.policy.slo import Slo, SloClass
-from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
-from controller.runtime.generation import (
-    AdmissionEvent,
-    FinishedEvent,
-    GenerationRequest,
-    ServedModel,
-    TokenEvent,
-)
-from controller.runtime.service import PromiseTerms, Service
-from controller.runtime.streams import StreamHub
-from controller.runtime.tally import Tally
-from costmodel.features import StepFeatures
-from engine.blocks import BlockPool
-from engine.clock import VirtualClock
-from engine.config import EngineConfig
-from engine.loop import EngineLoop
+from controller.policy.slo import Promise, Slo, SloClass
+from controller.runtime.generation import AdmissionEvent, FinishedEvent, TokenEvent
+from controller.runtime.streams import Stream, StreamHub
 from engine.ports import EngineView
 from engine.request import FinishReason, Request
-from engine.step import (
-    Admission,
-    AdmissionAction,
-    SampledToken,
-    StepPlan,
-    StepReport,
-)
+from engine.step import Admission, AdmissionAction, EmittedToken, StepPlan, StepReport
 from store.records import EventRecord, RequestRecord, StepRecord
-
-CONFIG = EngineConfig(block_size=4, num_blocks=64, max_model_len=128, max_num_seqs=8)
-STEP_S = 0.25
-
-
-class GatedRunner:
-    """Steps take 0.25 virtual seconds; `hold` lets a test stop the loop inside a step."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.clock = clock
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_inside = threading.Event()
-        self.error: BaseException | None = None
-        self.forgotten: list[str] = []
-        self.released = threading.Event()
-        self.holds: Callable[[Mapping[str, Request]], bool] = lambda requests: False
-
-    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
-        self.is_inside.set()
-        assert self.gate.wait(30)
-        assert not self.holds(requests) or self.released.wait(30)
-        if self.error is not None:
-            raise self.error
-        self.clock.advance(STEP_S)
-        return [
-            SampledToken(work.request_id, 40 + requests[work.request_id].num_output_tokens)
-            for work in plan.work
-            if work.num_context_tokens == requests[work.request_id].num_known_tokens
-        ]
-
-    def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
-
-
-class Spy:
-    """A cost model that only remembers what it was shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[StepFeatures, float]] = []
-
-    def observe(self, features: StepFeatures, latency_s: float) -> bool:
-        self.seen.append((features, latency_s))
-        return True
-
-
-@dataclass
-class Rig:
-    """A started service and everything around it."""
-
-    service: Service
-    runner: GatedRunner
-    clock: VirtualClock
-    pool: BlockPool
-    planner: Any
-    tally: Tally
-    lengths: OutputLengths
-    model: Spy
-    records: list[Any] = field(default_factory=list)
-
-    def ask(self, num_prompt: int = 6, max_tokens: int = 3, **kwargs: Any) -> GenerationRequest:
-        return GenerationRequest(
-            prompt_token_ids=tuple(range(num_prompt)),
-            max_tokens=max_tokens,
-            arrived_at=self.clock.now(),
-            **kwargs,
-        )
-
-
-class SwitchPlanner:
-    """The static baseline until a test replaces `plan_with`."""
-
-    def __init__(self) -> None:
-        self.plan_with: Callable[[EngineView], StepPlan] = StaticPlanner(4).plan
-
-    def plan(self, view: EngineView) -> StepPlan:
-        return self.plan_with(view)
+from tests.controller.service_rig import STEP_S, Rig, collect, running_service
 
 
 @pytest.fixture
-def rig() -> Any:
-    clock = VirtualClock(50.0)
-    runner, planner, hub, tally = GatedRunner(clock), SwitchPlanner(), StreamHub(), Tally()
-    records: list[Any] = []
-
-    def offer(record: Any) -> bool:
-        records.append(record)
-        return True
-
-    model, lengths = Spy(), OutputLengths(default=99)
-    feed = TelemetryFeed(offer, clock, "run")
-    pool = BlockPool(CONFIG.num_blocks, CONFIG.block_size)
-    listeners = (PromiseKeeper(), hub, Teacher(model, lengths), feed, tally)  # type: ignore[arg-type]
-    loop = EngineLoop(planner, runner, pool, CONFIG, clock, listeners)
-    service = Service(
-        loop,
-        hub,
-        clock,
-        ServedModel("m", "m", 0, 128, 256, (), False),
-        None,  # type: ignore[arg-type]  # nothing here is text
-        PromiseTerms(
-            {
-                "default": SloClass("default"),
-                "chat": SloClass("chat", Slo(ttft_s=10.0, tpot_s=0.3)),
-            },
-            "default",
-        ),
-        run_id="run",
-        on_abort=feed.record_endings,
-    )
-    service.start()
-    yield Rig(service, runner, clock, pool, planner, tally, lengths, model, records)
-    runner.gate.set()
-    runner.released.set()
-    service.stop(10.0)
-
-
-async def collect(stream: Any) -> list[Any]:
-    return [event async for event in stream]
+def rig() -> Iterator[Rig]:
+    with running_service() as started:
+        yield started
 
 
 def test_a_stream_tells_a_life_in_order(rig: Rig) -> None:
@@ -269,154 +133,12 @@ def test_degrading_marks_the_promise(rig: Rig) -> None:
     assert asyncio.run(scenario()).promise.is_degraded
 
 
-def test_leaving_mid_stream_frees_blocks_and_ends_once(rig: Rig) -> None:
-    async def scenario() -> list[Any]:
-        # Virtual steps take no real time: without a hold, all would be over before we look.
-        rig.runner.holds = lambda requests: any(
-            request.num_output_tokens > 5 for request in requests.values()
-        )
-        stream = rig.service.submit(rig.ask(max_tokens=100))
-        other = rig.service.submit(rig.ask(max_tokens=4))
-        events: list[Any] = []
-        async for event in stream:
-            events.append(event)
-            if isinstance(event, TokenEvent) and event.index == 1:
-                stream.finish(FinishReason.CANCELLED)
-                stream.finish(FinishReason.CANCELLED)
-                rig.runner.released.set()
-        assert (await collect(other))[-1].reason is FinishReason.LENGTH
-        return events
-
-    events = asyncio.run(scenario())
-    assert events[-1].reason is FinishReason.CANCELLED
-    assert events[-1].num_output_tokens < 100
-    rig.service.stop(10.0)
-    assert rig.pool.num_used == 0
-    assert sorted(rig.runner.forgotten) == ["run-1", "run-2"]
-
-
-def test_a_reader_whose_event_loop_is_gone_is_cancelled(rig: Rig) -> None:
-    async def submit_only() -> None:
-        rig.runner.gate.clear()
-        rig.service.submit(rig.ask(max_tokens=100))
-        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
-
-    asyncio.run(submit_only())
-    rig.runner.gate.set()
-    rig.service.stop(10.0)
-    (request,) = [record for record in rig.records if isinstance(record, RequestRecord)]
-    assert request.finish_reason == "cancelled"
-    assert rig.pool.num_used == 0
-
-
-def test_a_failed_step_ends_its_requests_and_the_next_is_served(rig: Rig) -> None:
-    async def scenario() -> tuple[Any, Any]:
-        rig.runner.error = RuntimeError("out of memory")
-        failed = (await collect(rig.service.submit(rig.ask())))[-1]
-        rig.runner.error = None
-        served = (await collect(rig.service.submit(rig.ask())))[-1]
-        return failed, served
-
-    failed, served = asyncio.run(scenario())
-    assert (failed.reason, failed.failure) == (FinishReason.ERROR, "RuntimeError: out of memory")
-    assert served.reason is FinishReason.LENGTH
-    assert rig.service.health().is_ready
-    rig.service.stop(10.0)
-    assert [e.event_kind for e in rig.records if isinstance(e, EventRecord)] == ["step_failure"]
-    # A failed step teaches nothing.
-    assert len(rig.model.seen) == 4
-
-
-def test_a_planner_bug_ends_everything_and_turns_health_red(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(view: EngineView) -> StepPlan:
-        raise ZeroDivisionError("oh no")
-
-    async def scenario() -> tuple[list[Any], list[Any]]:
-        rig.runner.gate.clear()
-        first = rig.service.submit(rig.ask(max_tokens=50))
-        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
-        rig.planner.plan_with = broken
-        rig.runner.gate.set()
-        events = await collect(first)
-        # The loop's thread is gone: a newcomer must still get its ending.
-        return events, await collect(rig.service.submit(rig.ask()))
-
-    events, late = asyncio.run(scenario())
-    assert [events[-1].reason, late[-1].reason] == [FinishReason.ERROR] * 2
-    assert "oh no" in events[-1].failure
-    health = rig.service.health()
-    assert (health.is_live, health.is_ready) == (False, False)
-    assert "ZeroDivisionError: oh no" in health.reason
-    assert "the engine stopped" in caplog.text
-    requests = [record for record in rig.records if isinstance(record, RequestRecord)]
-    assert [record.finish_reason for record in requests] == ["error", "error"]
-
-
-def test_health_tells_stuck_from_idle_and_busy(rig: Rig) -> None:
-    async def scenario() -> None:
-        assert rig.service.health().is_ready
-        rig.clock.advance(10_000.0)
-        assert rig.service.health().is_live, "idle is not stuck"
-        rig.runner.gate.clear()
-        stream = rig.service.submit(rig.ask())
-        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
-        rig.clock.advance(30.0)
-        assert rig.service.health().is_live, "a long step is not stuck"
-        rig.clock.advance(1000.0)
-        health = rig.service.health()
-        assert not health.is_live
-        assert "no step has ended for" in health.reason
-        rig.runner.gate.set()
-        await collect(stream)
-
-    asyncio.run(scenario())
-
-
-def test_draining_lets_running_requests_end_and_refuses_new_ones(rig: Rig) -> None:
-    async def scenario() -> tuple[Any, Any]:
-        rig.runner.gate.clear()
-        running = rig.service.submit(rig.ask(max_tokens=5))
-        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
-        rig.service.drain()
-        health = rig.service.health()
-        assert (health.is_live, health.is_ready, health.reason) == (True, False, "draining")
-        late = rig.service.submit(rig.ask())
-        rig.runner.gate.set()
-        return (await collect(running))[-1], (await collect(late))[-1]
-
-    running, late = asyncio.run(scenario())
-    assert (running.reason, running.num_output_tokens) == (FinishReason.LENGTH, 5)
-    assert (late.reason, late.admission.reason) == (FinishReason.REJECTED, "draining")
-
-
-def test_stopping_ends_what_does_not_end_in_time(rig: Rig) -> None:
-    async def scenario() -> Any:
-        rig.runner.gate.clear()
-        stream = rig.service.submit(rig.ask(max_tokens=100))
-        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
-        stopping = asyncio.create_task(asyncio.to_thread(rig.service.stop, 0.0))
-        rig.runner.gate.set()
-        end = (await collect(stream))[-1]
-        await stopping
-        return end
-
-    end = asyncio.run(scenario())
-    assert end.reason in (FinishReason.ERROR, FinishReason.LENGTH)
-    assert rig.pool.num_used == 0
-
-
 def test_a_step_wakes_each_event_loop_once() -> None:
     calls: list[int] = []
 
     class FakeLoop:
         def call_soon_threadsafe(self, function: Any, deliveries: list[Any]) -> None:
             calls.append(len(deliveries))
-
-    from controller.policy.slo import Promise
-    from controller.runtime.streams import Stream
-    from engine.step import EmittedToken
 
     hub, event_loop = StreamHub(), FakeLoop()
     requests = {}
@@ -428,3 +150,16 @@ def test_a_step_wakes_each_event_loop_once() -> None:
     report = StepReport(1, 0, 0, 0, 0, StepPlan(), True, 3, 0, 0, 0, 9, tokens=tokens)
     hub.on_step(report, requests)
     assert calls == [3]
+
+
+def test_a_drift_alarm_becomes_an_event(rig: Rig) -> None:
+    rig.model.alarms_at = {2}
+
+    async def scenario() -> None:
+        await collect(rig.service.submit(rig.ask()))
+
+    asyncio.run(scenario())
+    rig.service.stop(10.0)
+    (event,) = [record for record in rig.records if isinstance(record, EventRecord)]
+    assert (event.event_kind, event.step_no) == ("drift_alarm", 2)
+    assert event.numbers["actual_s"] == STEP_S

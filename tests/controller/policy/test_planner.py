@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -205,6 +206,21 @@ def test_a_target_below_one_decode_is_refused_on_arrival_only() -> None:
     assert [a.action for a in plan(view_of(waiting=[request])).admissions] == [
         AdmissionAction.ADMIT
     ]
+
+
+def test_an_empty_engine_now_and_then_tries_what_the_model_calls_unreachable() -> None:
+    def action(step_no: int, slo: Slo, **view: Any) -> AdmissionAction:
+        request = waiting("p", 20, slo=slo)
+        step = plan(view_of(waiting=[request], step_no=step_no, **view))
+        return step.admissions[-1].action
+
+    near, absurd = Slo(tpot_s=0.05), Slo(tpot_s=0.001)
+    assert [n for n in range(1, 33) if action(n, near) is AdmissionAction.ADMIT] == [8, 16, 24, 32]
+    assert action(8, absurd) is AdmissionAction.REJECT
+    assert action(8, Slo(ttft_s=0.05)) is AdmissionAction.ADMIT
+    assert action(8, Slo(ttft_s=0.001)) is AdmissionAction.REJECT
+    busy = [decode("s", slo=Slo(tpot_s=0.5))]
+    assert action(8, near, running=busy) is AdmissionAction.REJECT
 
 
 def test_the_least_worthy_gives_way_when_blocks_run_out() -> None:
