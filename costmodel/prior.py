@@ -15,6 +15,7 @@ from costmodel.basis import SCALES, expand
 from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.hygiene import check_sample
+from costmodel.margin import PRIOR_MARGIN
 from costmodel.plane import NonNegativePlane
 from costmodel.recursive import RecursiveLeastSquares
 
@@ -25,6 +26,7 @@ _FLAT_FLOOR: Final = (0.02, 0.0, 0.0, 0.0016, 0.0004, 0.0, 0.0)
 _FLAT_WORK: Final = (0.018, 0.0, 0.0512, 0.0016, 0.0004, 0.0026, 0.0013)
 _FLAT: Final = (_FLAT_FLOOR, _FLAT_WORK, _FLAT_WORK)
 _MAX_ROUNDS: Final = 8
+_LEAST_MARGIN: Final = 0.1
 
 
 class SweepShape(NamedTuple):
@@ -129,7 +131,19 @@ def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSq
             break
         owners = renewed
     best = min(candidates, key=lambda planes: _error(planes, rows, latencies_s))
-    return RecursiveLeastSquares(best)
+    return RecursiveLeastSquares(best, _margin_of(best, rows, latencies_s))
+
+
+def _margin_of(
+    planes: Sequence[NonNegativePlane], rows: FloatArray, latencies_s: FloatArray
+) -> float:
+    """Return the margin to start with: three times the fit's own error, which is too kind to it.
+
+    At least 10 %, since a dozen steps do not tell how noisy a machine is; at most what is assumed
+    of a machine nobody has seen.
+    """
+    ratio = latencies_s / _predict(planes, rows).max(axis=1) - 1.0
+    return float(np.clip(3.0 * np.sqrt(np.mean(ratio * ratio)), _LEAST_MARGIN, PRIOR_MARGIN))
 
 
 def _fit(

@@ -47,14 +47,17 @@ class RecursiveLeastSquares:
 
     kind: Final = "recursive_least_squares"
 
-    def __init__(self, planes: Sequence[NonNegativePlane]) -> None:
-        """Start from `NUM_PLANES` planes in the order of `envelope` (see `prior`)."""
+    def __init__(self, planes: Sequence[NonNegativePlane], margin: float = PRIOR_MARGIN) -> None:
+        """Start from `NUM_PLANES` planes in the order of `envelope` (see `prior`).
+
+        `margin` is the share of the mean that the upper bound adds while nothing is known.
+        """
         self._planes = list(planes)
         self._envelope = Envelope([plane.physical for plane in planes])
         self._split_s = 0.0
         self._presence = [0.5] * NUM_PLANES
         self._screens = [Screen() for _ in range(NUM_PLANES)]
-        self._margins = {regime: ConformalMargin() for regime in _REGIMES}
+        self._margins = {regime: ConformalMargin(margin) for regime in _REGIMES}
         self._shares = {regime: margin.margin for regime, margin in self._margins.items()}
         self._windows = {regime: QualityWindow() for regime in _REGIMES}
         self._window = QualityWindow()

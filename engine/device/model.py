@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engine.device.attention.base import ATTENTION_NAME, AttentionCall, StepContext
 from engine.device.kv_cache import LayerGeometry
+from engine.device.linear import use_few_row_linear
 
 _SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -50,6 +51,7 @@ class DecoderModel:
     def __init__(self, model: Any, name: str) -> None:
         _check_servable(model.config, type(model))
         model.set_attn_implementation(ATTENTION_NAME)
+        use_few_row_linear(model)
         self._model = model.eval()
         self.name = name
         self.device: torch.device = next(model.parameters()).device

@@ -22,12 +22,29 @@ def test_without_data_the_prior_margin_holds() -> None:
     assert ConformalMargin(0.5).margin == 0.5
 
 
-def test_few_scores_never_narrow_the_prior_but_may_widen_it() -> None:
+def test_few_scores_narrow_the_prior_slowly_and_one_bad_step_does_not_rule() -> None:
     margin = ConformalMargin()
     _run(margin, [0.0] * 5)
-    assert margin.margin == PRIOR_MARGIN
+    assert margin.margin == pytest.approx(PRIOR_MARGIN * (10 / 15) ** 0.5)
     _run(margin, [0.8])
-    assert margin.margin == 0.8
+    assert PRIOR_MARGIN < margin.margin < 0.5
+    # What took longer than predicted, again and again, is believed.
+    _run(margin, [0.8] * 20)
+    assert margin.margin > 0.75
+
+
+def test_steps_faster_than_predicted_do_not_widen_the_bound() -> None:
+    fast, still = ConformalMargin(), ConformalMargin()
+    _run(fast, [-0.4] * 12)
+    _run(still, [0.0] * 12)
+    assert fast.margin == still.margin < PRIOR_MARGIN
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_young_margin_covers_normal_residuals(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [_run(ConformalMargin(0.1), rng.normal(0.0, 0.05, 40).tolist()) for _ in range(50)]
+    assert np.mean(runs) >= 0.9
 
 
 def test_the_prior_shrinks_with_the_number_of_scores() -> None:
@@ -131,4 +148,4 @@ def test_a_borrowed_margin_takes_the_place_of_the_prior() -> None:
     assert margin.margin == 0.08
     _run(margin, [0.0] * 20)
     assert margin.num_scores == 20
-    assert margin.margin == pytest.approx(0.08 * 10 / 20)
+    assert margin.margin == pytest.approx(0.08 * (10 / 30) ** 0.5)

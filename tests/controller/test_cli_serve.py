@@ -1,0 +1,157 @@
+"""`paceline serve`: flags made from settings, one-line errors with exit code 2, a real start and stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from controller.cli.main import app
+from controller.config import Settings
+
+COMMAND = [sys.executable, "-c", "from controller.cli.main import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"PACELINE_{name.upper()}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "200"})
+
+
+def test_every_setting_has_an_option_with_its_default() -> None:
+    text = invoke("--help").output
+    for name in ("--max-num-batched-tokens", "--slo-class", "--no-warmup", "--lenient-slo"):
+        assert name in text
+    assert "(default: 8000)" in text
+    assert "(default: sqlite:///paceline.db)" in text
+
+
+def test_only_given_flags_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "1234")
+    monkeypatch.setenv("PACELINE_MAX_NUM_SEQS", "3")
+    result = invoke(
+        "here", "--max-num-seqs", "4", "--no-warmup", "--slo-class", "a:ttft_ms=5", "--print-settings"
+    )
+    shown = json.loads(result.output)
+    assert (shown["model"], shown["port"], shown["max_num_seqs"]) == ("here", 1234, 4)
+    assert shown["is_warmup_enabled"] is False
+    assert shown["slo_class"][0]["slo"]["ttft_s"] == 0.005
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--port", "70000"], "port"),
+        (["--policy", "magic"], "policy"),
+        (["--slo-class", "a:ttft=1"], "unknown key 'ttft'"),
+        (["--max-num-seqs", "many"], "max_num_seqs"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--db", "mysql://x"], "--db"),
+        (["--db", "sqlite:///no/such/folder/p.db"], "--db"),
+        (["no-such-folder/model"], "no-such-folder/model"),
+        (["."], "config"),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line_and_exit_code_2(
+    words: list[str], names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = words if "--port" in words else [*words, "--port", "0"]
+    result = invoke(*words)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert line.startswith("paceline: error: ")
+    assert names in line
+    assert "Traceback" not in result.output + result.stderr
+
+
+def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = invoke("no-such-model", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"port {port} on 127.0.0.1" in result.stderr
+    assert "--port" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        pad_token="<pad>",
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("policy", ["slo", "static", "whole"])
+def test_a_real_server_from_banner_to_flushed_telemetry(
+    model_folder: Path, tmp_path: Path, policy: str
+) -> None:
+    database = f"sqlite:///{tmp_path / 'p.db'}"
+    server = subprocess.Popen(
+        [*COMMAND, "serve", str(model_folder), "--port", "0", "--db", database,
+         "--policy", policy, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "1000000"],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONWARNINGS": "error"},
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        banner = []
+        for line in server.stdout:
+            banner.append(line)
+            if line.strip().startswith("metrics"):
+                break
+        text = "".join(banner)
+        for word in ("tiny", "float32", "reference", "KV pool", f"{policy}:", "p.db"):
+            assert word in text
+        url = text.split("API", 1)[1].split()[0]
+        answer = httpx.post(
+            f"{url}/completions",
+            json={"model": "tiny", "prompt": "w1 w2 w3", "max_tokens": 4, "ignore_eos": True},
+            headers={"x-slo-ttft-ms": "60000"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert answer.json()["slo"]["ttft_met"] is True
+        request_id = answer.headers["x-request-id"]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        rest = server.communicate(timeout=60)[0]
+    assert server.returncode == 0
+    assert rest.strip().endswith("paceline: stopped")
+    shown = CliRunner().invoke(app, ["telemetry", "request", request_id, "--db", database])
+    assert shown.exit_code == 0
+    assert "token 4" in shown.output
+    summary = CliRunner().invoke(app, ["telemetry", "summary", "--db", database, "--json"])
+    assert json.loads(summary.output)
