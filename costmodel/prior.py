@@ -137,13 +137,13 @@ def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSq
 def _margin_of(
     planes: Sequence[NonNegativePlane], rows: FloatArray, latencies_s: FloatArray
 ) -> float:
-    """Return the margin to start with: three times the fit's own error, which is too kind to it.
+    """Return the margin to start with: twice the fit's own error, which is too kind to it.
 
     At least 10 %, since a dozen steps do not tell how noisy a machine is; at most what is assumed
     of a machine nobody has seen.
     """
     ratio = latencies_s / _predict(planes, rows).max(axis=1) - 1.0
-    return float(np.clip(3.0 * np.sqrt(np.mean(ratio * ratio)), _LEAST_MARGIN, PRIOR_MARGIN))
+    return float(np.clip(2.0 * np.sqrt(np.mean(ratio * ratio)), _LEAST_MARGIN, PRIOR_MARGIN))
 
 
 def _fit(

@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ from controller.cli.progress import StartupProgress
 from controller.config import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from controller.runtime.service import Service
     from controller.runtime.wiring import Runtime
 
 EXIT_CANNOT_START = 2
@@ -65,22 +69,12 @@ def serve(
         typer.echo(json.dumps(settings.to_json(), indent=2))
         return
     listener = _listen(settings)
-    # Heavy imports (torch, transformers) come after the settings are known to be sound.
-    from controller.runtime.wiring import StartupError, build_runtime
-
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        with StartupProgress() as progress:
-            runtime = build_runtime(settings, progress)
-    except StartupError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted while loading")
-    try:
-        asyncio.run(_serve(runtime, listener))
-    finally:
-        runtime.close()
-        print("paceline: stopped", flush=True)
+    with contextlib.closing(listener):
+        failure = asyncio.run(_serve(settings, listener))
+    if failure is not None:
+        _fail(failure)
+    print("paceline: stopped", flush=True)
 
 
 def _fail(message: str) -> typing.NoReturn:
@@ -96,6 +90,7 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
+        listener.close()
         _fail(
             f"port {settings.port} on {settings.host}: {error.strerror};"
             " choose another with --port, or --port 0 for any"
@@ -103,22 +98,14 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(runtime: Runtime, listener: socket.socket) -> None:
+async def _serve(settings: Settings, listener: socket.socket) -> str | None:
+    """Answer at once, load, serve until a signal, stop in order; returns why it could not start."""
     import uvicorn
 
-    from controller.api.app import create_app
+    from controller.api.door import Door
 
-    service, settings = runtime.service, runtime.settings
-    key = settings.api_key
-    app = create_app(
-        service,
-        slo_classes=settings.slo_classes,
-        default_class=settings.default_slo_class,
-        lenient_slo=settings.is_lenient_slo,
-        api_key=None if key is None else key.get_secret_value(),
-        telemetry_reader=runtime.reader,
-        metrics=runtime.metrics,
-    )
+    door = Door()
+    service: Service | None = None
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -134,24 +121,91 @@ async def _serve(runtime: Runtime, listener: socket.socket) -> None:
                     signal.signal(number, handler)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            service.drain()
+            if service is not None:
+                service.drain()
             super().handle_exit(sig, frame)
 
     server = Server(
         uvicorn.Config(
-            app,
+            door,
+            lifespan="off",
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
         )
     )
-    host, port = listener.getsockname()[:2]
-    print(banner(runtime, f"http://{host}:{port}"), flush=True)
-    status = asyncio.create_task(_report_status(runtime))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = _load(settings)
+    await asyncio.wait(
+        (asyncio.ensure_future(serving), loading), return_when=asyncio.FIRST_COMPLETED
+    )
+    if not loading.done():
+        await serving
+        return "stopped while loading"
+    runtime = loading.result()
+    if isinstance(runtime, str):
+        server.should_exit = True
+        await serving
+        return runtime
+    service = runtime.service
     try:
-        await server.serve(sockets=[listener])
-    finally:
+        door.open(_app(runtime))
+        host, port = listener.getsockname()[:2]
+        print(banner(runtime, f"http://{host}:{port}"), flush=True)
+        status = asyncio.create_task(_report_status(runtime))
+        await serving
         status.cancel()
+    finally:
+        await asyncio.to_thread(runtime.close)
+    return None
+
+
+def _load(settings: Settings) -> asyncio.Future[Runtime | str]:
+    """Build the runtime on a thread of its own; the future holds it, or why there is none.
+
+    A daemon thread: a signal while loading must not wait for the weights.
+    """
+    event_loop = asyncio.get_running_loop()
+    future: asyncio.Future[Runtime | str] = event_loop.create_future()
+
+    def settle(result: Runtime | str) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def work() -> None:
+        # Heavy imports (torch, transformers) come after the settings are known to be sound.
+        from controller.runtime.wiring import StartupError, build_runtime
+
+        result: Runtime | str
+        try:
+            with StartupProgress() as progress:
+                result = build_runtime(settings, progress)
+        except StartupError as error:
+            result = str(error)
+        except Exception as error:
+            logging.getLogger("paceline").exception("cannot start")
+            result = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # the event loop is gone: nobody waits any more
+            event_loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=work, name="paceline-load", daemon=True).start()
+    return future
+
+
+def _app(runtime: Runtime) -> ASGIApp:
+    from controller.api.app import create_app
+
+    settings = runtime.settings
+    key = settings.api_key
+    return create_app(
+        runtime.service,
+        slo_classes=settings.slo_classes,
+        default_class=settings.default_slo_class,
+        lenient_slo=settings.is_lenient_slo,
+        api_key=None if key is None else key.get_secret_value(),
+        telemetry_reader=runtime.reader,
+        metrics=runtime.metrics,
+    )
 
 
 async def _report_status(runtime: Runtime) -> None:

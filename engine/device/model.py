@@ -115,6 +115,9 @@ def load_model(source: str, dtype: str, device: str) -> DecoderModel:
     path = Path(source)
     if path.exists() and not path.is_dir():
         raise ModelLoadError(f"{source}: expected a directory with config.json and safetensors")
+    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        # Not a hub id either: no point in asking a hub for minutes.
+        raise ModelLoadError(f"{source}: no such directory")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelLoadError(f"{source}: no config.json in this directory")
     try:
