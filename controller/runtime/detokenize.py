@@ -52,19 +52,19 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         # The end of the prompt is context: without it a first token that begins a word would lose
         # its space.
-        self._window = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
-        self._num_context = len(self._window)
-        self._text = self._decode(self._window)
+        self._window, self._num_settled, self._settled = self._context_of(prompt_token_ids)
+        self._num_pending = len(self._window) - self._num_settled
+        self._text = self._read()
         # A character that the prompt leaves unfinished belongs to the token that finishes it.
-        self._num_given = len(self._text.rstrip(REPLACEMENT))
-        self._num_pending = 0
+        self._num_given = max(len(self._settled), len(self._text.rstrip(REPLACEMENT)))
+        self._prompt_text = self._text
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is certain now, often one word, sometimes
         nothing.
         """
         self._window.append(token_id)
-        text = self._decode(self._window)
+        text = self._read()
         has_changed = text != self._text
         self._text = text
         num_trailing = len(text) - len(text.rstrip(REPLACEMENT))
@@ -87,6 +87,8 @@ class Detokenizer:
             num_held = len(self._text) - self._num_given
             self._restart(MAX_CHARACTER_TOKENS)
             self._num_given = max(0, len(self._text) - num_held)
+            # No token boundary is known between what is given and what is held.
+            self._settled, self._num_settled = "", 0
         return piece
 
     def flush(self) -> str:
@@ -96,14 +98,48 @@ class Detokenizer:
     def _give(self, end: int) -> str:
         if end <= self._num_given:
             return ""
+        if self._prompt_text and self._text.startswith(self._prompt_text):
+            # Nothing finished what the prompt left: its U+FFFD are the prompt's.
+            self._num_given = max(self._num_given, len(self._prompt_text))
+        self._prompt_text = ""
         piece = self._text[self._num_given : end]
-        self._num_given = end
+        self._num_given = max(self._num_given, end)
         return piece
 
     def _restart(self, num_tokens: int) -> None:
         self._window = self._window[-num_tokens:]
-        self._text = self._decode(self._window)
+        self._text = self._settled = self._decode(self._window)
+        self._num_settled = len(self._window)
         self._num_given = len(self._text)
+        self._prompt_text = ""
+
+    def _read(self) -> str:
+        """Decode the window; a settled character stays, whatever bytes follow it."""
+        text = self._decode(self._window)
+        if text.startswith(self._settled):
+            return text
+        # A run of byte tokens became invalid as a whole by a character that is not complete.
+        return self._settled + self._decode(self._window[self._num_settled :])
+
+    def _context_of(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int, str]:
+        """Return the end of the prompt, how many of its tokens are whole characters, and their
+        text.
+
+        A window that begins inside a character, or ends in one, decodes to U+FFFD there, and with
+        byte fallback its whole run of byte tokens does. So up to three tokens are added in front
+        and up to three at the end are left unsettled until both ends are clean. If they never are,
+        the prompt's bytes are invalid and stand as they are.
+        """
+        num_prompt = len(prompt_token_ids)
+        first = max(0, num_prompt - NUM_CONTEXT_TOKENS)
+        for num_open in range(min(MAX_CHARACTER_TOKENS, num_prompt + 1)):
+            end = num_prompt - num_open
+            for start in range(first, max(-1, first - MAX_CHARACTER_TOKENS), -1):
+                text = self._decode(prompt_token_ids[start:end])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return list(prompt_token_ids[start:]), max(0, end - start), text
+        window = list(prompt_token_ids[first:])
+        return window, len(window), self._decode(window)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if not token_ids:

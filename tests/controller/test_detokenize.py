@@ -120,6 +120,46 @@ def test_sentencepiece_spacing_and_byte_fallback_equal_the_whole_decode(
     assert not any("�" in piece for piece in given)
 
 
+WORDS = st.one_of(
+    st.sampled_from(["▁the", "▁world", "ing", "a", "<s>"]).map(
+        lambda word: [SENTENCEPIECE.vocab[word]]
+    ),
+    st.sampled_from("中😀é𓀀\n").map(SENTENCEPIECE.byte_ids),
+)
+
+
+@given(st.lists(WORDS, max_size=8), st.lists(WORDS, max_size=8), st.data())
+def test_a_prompt_may_end_anywhere_in_a_run_of_byte_tokens(
+    prompt: list[list[int]], output: list[list[int]], data: st.DataObject
+) -> None:
+    ids = [SENTENCEPIECE.vocab["a"], *itertools.chain(*prompt)]
+    num_whole = len(ids)
+    ids += itertools.chain(*output)
+    # The border lies anywhere inside the first word of the output.
+    num_open = data.draw(st.integers(0, max(0, len(output[0]) - 1) if output else 0))
+    border = num_whole + num_open
+    whole = SENTENCEPIECE.decode(ids)
+    given = run(Detokenizer(SENTENCEPIECE, ids[:border]), ids[border:])
+    assert SENTENCEPIECE.decode(ids[:num_whole]) + "".join(given) == whole
+    assert not any("�" in piece for piece in given)
+
+
+def test_bytes_that_the_prompt_leaves_open_for_good_are_not_part_of_the_answer() -> None:
+    the, face = SENTENCEPIECE.vocab["▁the"], SENTENCEPIECE.byte_ids("😀")
+    for prompt in (
+        [the, *face[:2]],
+        [*face * 3, *face[:3]],
+        [*face[1:] * 4],
+        [SENTENCEPIECE.vocab["�"]],
+    ):
+        assert "".join(run(Detokenizer(SENTENCEPIECE, prompt), [the])) == " the"
+
+
+def test_a_character_cut_off_by_the_end_leaves_the_ones_before_it_alone() -> None:
+    face = SENTENCEPIECE.byte_ids("😀")
+    assert run(Detokenizer(SENTENCEPIECE), [*face, *face[:2]]) == ["", "", "", "😀", "", "", "��"]
+
+
 def test_a_word_after_the_prompt_keeps_its_space() -> None:
     the, world = SENTENCEPIECE.vocab["▁the"], SENTENCEPIECE.vocab["▁world"]
     assert Detokenizer(SENTENCEPIECE, [the]).push(world) == " world"
