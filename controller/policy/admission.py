@@ -7,7 +7,7 @@ Owns the words of admission. Must not predict, order the queue, or change a requ
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from controller.policy.ordering import live_promise
 from controller.policy.settings import PolicyConfig
@@ -27,6 +27,8 @@ DEADLINE_EXPIRED = "deadline_expired"
 OVERLOADED = "overloaded"
 TTFT_UNREACHABLE = "ttft_unreachable"
 TPOT_UNREACHABLE = "tpot_unreachable"
+
+_UNKNOWN_RETRY_S = 1.0
 
 
 def refuse(
@@ -80,7 +82,10 @@ def hard_refusal(request: RequestView, view: EngineView) -> Admission | None:
 
 
 def screen(
-    view: EngineView, max_judged: int, max_waiting_tokens: int | None
+    view: EngineView,
+    max_judged: int,
+    max_waiting_tokens: int | None,
+    drain_s: Callable[[int], float] | None = None,
 ) -> tuple[list[RequestView], list[Admission]]:
     """Return the waiting requests that are to be judged further, in arrival order, and verdicts on
     others.
@@ -88,6 +93,7 @@ def screen(
     A new request that finds `view.max_waiting_requests` others waiting, or would raise the waiting
     prompt tokens above `max_waiting_tokens`, is refused with `queue_full`. At most `max_judged`
     requests go on to be judged; a new one beyond them is told to wait, without a prediction.
+    `drain_s` predicts the seconds that a number of prompt tokens takes, for the retry-after.
     """
     kept: list[RequestView] = []
     verdicts: list[Admission] = []
@@ -96,7 +102,9 @@ def screen(
         if request.admission is None:
             refusal = hard_refusal(request, view)
             if refusal is None:
-                refusal = _queue_refusal(request, view, num_waiting, num_tokens, max_waiting_tokens)
+                refusal = _queue_refusal(
+                    request, view, num_waiting, num_tokens, max_waiting_tokens, drain_s
+                )
             if refusal is not None:
                 verdicts.append(refusal)
                 continue
@@ -115,19 +123,34 @@ def _queue_refusal(
     num_waiting: int,
     num_tokens: int,
     max_waiting_tokens: int | None,
+    drain_s: Callable[[int], float] | None,
 ) -> Admission | None:
     if num_waiting >= view.max_waiting_requests:
-        return refuse(
-            request, QUEUE_FULL, f"{num_waiting} requests are waiting already", retry_after_s=1.0
-        )
+        return _full(request, f"{num_waiting} requests are waiting already", num_tokens, drain_s)
     # A prompt longer than the bound is let in alone: the bound limits the queue, not the prompt.
     is_over = max_waiting_tokens is not None and (
         num_tokens + request.num_prompt_tokens > max_waiting_tokens
     )
     if is_over and num_tokens > 0:
         message = f"{num_tokens} prompt tokens are waiting already"
-        return refuse(request, QUEUE_FULL, message, retry_after_s=1.0)
+        return _full(request, message, num_tokens, drain_s)
     return None
+
+
+def _full(
+    request: RequestView, message: str, num_tokens: int, drain_s: Callable[[int], float] | None
+) -> Admission:
+    """Refuse for a full queue; the retry-after is when the queue's prompts are expected done."""
+    if drain_s is None:
+        return refuse(request, QUEUE_FULL, message, retry_after_s=_UNKNOWN_RETRY_S)
+    queued_s = drain_s(num_tokens)
+    return refuse(
+        request,
+        QUEUE_FULL,
+        message,
+        predicted_ttft_s=queued_s + drain_s(request.num_prompt_tokens),
+        retry_after_s=max(_UNKNOWN_RETRY_S, queued_s),
+    )
 
 
 def max_age_s(promise: Promise, config: PolicyConfig) -> float:
@@ -158,6 +181,9 @@ def verdict_on_late(
     age_s = now - promise.arrived_at
     is_expired = age_s >= target_s
     if target_s < alone_s <= tolerance * target_s and not is_expired:
+        return None
+    if max(predicted_ttft_s, alone_s) <= target_s:
+        # Late for the paced deadline, not for the promise: kept, behind those who are on time.
         return None
     if alone_s > target_s:
         reason, message = TTFT_UNREACHABLE, f"even an idle server needs {alone_s:.3g} s"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.ordering import class_name
+from controller.policy.streams import StreamRoom, paced_target_s
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
@@ -83,10 +84,13 @@ class Intake:
         "_ledger",
         "_lengths",
         "_num_running",
+        "_pace",
         "_reserve",
+        "_room",
         "_running",
         "_seats",
         "_view",
+        "is_outpaced",
         "is_short",
     )
 
@@ -98,8 +102,12 @@ class Intake:
         max_running: int,
         kv_reserve: float,
         lengths: OutputLengths,
+        room: StreamRoom | None = None,
+        pace: float = 1.0,
     ) -> None:
         self._view = view
+        self._room = room
+        self._pace = pace
         self._ledger = ledger
         self._lengths = lengths
         self._running = running
@@ -109,6 +117,7 @@ class Intake:
         # Counted when somebody asks to come in: most steps nobody does.
         self._headroom: int | None = None
         self.is_short = False
+        self.is_outpaced = False
 
     def _blocks(self, request: RequestView) -> int:
         """Blocks that the request is expected to hold at its end.
@@ -154,22 +163,33 @@ class Intake:
         newcomers = [i for i, r in enumerate(requests) if r.phase is not RequestPhase.RUNNING]
         headroom = self._count_headroom()
         blocks = [self._blocks(requests[i]) for i in newcomers[: max(0, self._seats) + 1]]
-        if len(newcomers) <= self._seats and sum(blocks) <= headroom:
+        room = self._copy_room()
+        targets = [paced_target_s(requests[i], self._pace) for i in newcomers]
+        is_open = room is None or all(room.join(target_s) for target_s in targets)
+        if is_open and len(newcomers) <= self._seats and sum(blocks) <= headroom:
             return None
+        room = self._copy_room()
         ends = sorted(((self._steps_left(r), self._blocks(r)) for r in self._running), reverse=True)
         delays = [0.0] * len(requests)
         seats, delay_s = self._seats, 0.0
-        for i in newcomers:
+        for i, target_s in zip(newcomers, targets, strict=True):
             needed = self._blocks(requests[i])
-            while ends and (seats < 1 or needed > headroom):
+            has_pace = room is None or room.join(target_s)
+            while ends and (seats < 1 or needed > headroom or not has_pace):
                 steps, freed = ends.pop()
                 delay_s = steps * step_s
                 seats += 1
                 headroom += freed
+                if room is not None:
+                    room.leave()
+                    has_pace = has_pace or room.join(target_s)
             delays[i] = delay_s
             seats -= 1
             headroom -= needed
         return delays
+
+    def _copy_room(self) -> StreamRoom | None:
+        return None if self._room is None else self._room.copy()
 
     def _steps_left(self, request: RequestView) -> int:
         typical = min(request.max_tokens, self._lengths.typical(class_name(request)))
@@ -186,14 +206,20 @@ class Intake:
         """Whether no seat is left."""
         return self._seats < 1
 
-    def admit(self, request: RequestView) -> bool:
+    def admit(self, request: RequestView, *, has_turn: bool = False) -> bool:
         """Take a seat and blocks for all known tokens of a request that wants to start or resume;
         False if there is no room.
 
         With nobody running the reserve and the expectation do not count: a request alone must
-        always be able to go on. `is_short` remembers that blocks, not seats, were the obstacle.
+        always be able to go on. `is_short` remembers that blocks, not seats, were the obstacle,
+        `is_outpaced` that one stream more would break a token promise. A preempted stream has its
+        place already, and who has its turn by age comes in all the same.
         """
         if self._seats < 1:
+            return False
+        is_joining = self._room is None or self._room.join(paced_target_s(request, self._pace))
+        if not (is_joining or has_turn or request.phase is RequestPhase.PREEMPTED):
+            self.is_outpaced = True
             return False
         headroom = self._count_headroom()
         blocks = self._blocks(request)

@@ -51,13 +51,14 @@ def first_due_at(
 ) -> float:
     """The paced instant for the first token: a + pace·T, and early enough for an end-to-end target.
 
-    The latter leaves time for `num_expected` further tokens at p, or at `step_s` seconds each
-    without a TPOT target.
+    The latter leaves time for `num_expected` further tokens at `step_s` seconds each, or at p if
+    that is less.
     """
     slo = promise.slo
     due_at = math.inf if slo.ttft_s is None else promise.arrived_at + pace * slo.ttft_s
     if slo.e2e_s is not None:
-        token_s = step_s if slo.tpot_s is None else slo.tpot_s
+        # p is the slowest that is allowed, not what is expected.
+        token_s = step_s if slo.tpot_s is None else min(slo.tpot_s, step_s)
         rest_s = min(request.max_tokens, num_expected) * token_s
         due_at = min(due_at, promise.arrived_at + pace * max(slo.e2e_s - rest_s, 0.1 * slo.e2e_s))
     return due_at

@@ -22,6 +22,8 @@ from engine.ports import RequestView
 
 NO_PREFILL = PrefillLoad(np.empty(0), np.empty(0))
 _ZERO = np.zeros(1)
+# Share of a decode-only step below which a target is given up; above it a prediction may be wrong.
+_HOPELESS = 0.8
 
 
 class Pacing(NamedTuple):
@@ -59,8 +61,9 @@ def pace_decodes(
 ) -> Pacing:
     """Return when the decodes are due.
 
-    A stream whose TPOT target is below the mean of a step without any prefill is hopeless: holding
-    the prompts back would not save it, so only the gap limit speaks for it. Where a decode-only
+    A stream whose TPOT target is well below the mean of a step without any prefill (`_HOPELESS`)
+    is hopeless: holding the prompts back would not save it, so only the gap limit speaks for it.
+    Where a decode-only
     step itself comes near the gap limit the limit is twice that step, so that prompts can progress
     at all.
     """
@@ -80,8 +83,10 @@ def pace_decodes(
         if promise is None:
             continue
         target_s = stream_target_s(request, promise, last_at, lengths)
-        if target_s < decode_s or target_s == math.inf:
+        if target_s < _HOPELESS * decode_s or target_s == math.inf:
             continue
+        # Just below a decode step is within the noise of a prediction: not a cliff.
+        target_s = max(target_s, decode_s)
         paced_s = pace * target_s
         if paced_s < period_s:
             period_s = paced_s

@@ -31,6 +31,7 @@ from controller.policy.lengths import OutputLengths
 from controller.policy.ordering import live_promise, oldest_due
 from controller.policy.pacing import NO_PREFILL, Pacing, pace_decodes
 from controller.policy.settings import PolicyConfig
+from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
@@ -46,8 +47,8 @@ class _Seated(NamedTuple):
     """Who may compute prompt tokens in this step, in serving order, and how many at most.
 
     `is_turn` says that the first one has its turn by age; `is_head` that the step is served from
-    the queue's head, nobody left out; `is_short_of_blocks` that KV kept
-    somebody out.
+    the queue's head, nobody left out; `is_short_of_blocks` that KV kept somebody out;
+    `is_outpaced` that the pace of the streams did.
     """
 
     requests: list[RequestView]
@@ -55,6 +56,7 @@ class _Seated(NamedTuple):
     is_turn: bool
     is_head: bool
     is_short_of_blocks: bool
+    is_outpaced: bool
 
 
 class _Budget(NamedTuple):
@@ -104,21 +106,16 @@ class SloPlanner:
             StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
             for request in decodes
         ]
-        waiting, admissions = screen(view, config.max_judged, config.max_waiting_tokens)
+        waiting, admissions = screen(
+            view, config.max_judged, config.max_waiting_tokens, self._drain_s
+        )
         wanting = [*prefills, *view.preempted, *waiting]
         chunks = NO_PREFILL
         budget = _Budget(0, 0, 0, "idle")
         if wanting:
             most_tokens = self._most_tokens(view)
             room = max(0, most_tokens - len(decodes))
-            intake = Intake(
-                view,
-                ledger,
-                (*decodes, *prefills),
-                min(view.max_num_seqs, most_tokens),
-                config.kv_reserve,
-                self._lengths,
-            )
+            intake = self._intake(view, ledger, [*decodes, *prefills], waiting, most_tokens)
             judged = judge_queue(
                 view, wanting, load, pacing, room, intake, config, self._cost_model, self._lengths
             )
@@ -138,6 +135,28 @@ class SloPlanner:
             admissions=tuple(admissions),
             preemptions=tuple(request.request_id for request in victims),
             decision=self._decision(load, chunks, pacing, budget),
+        )
+
+    def _drain_s(self, num_tokens: int) -> float:
+        """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""
+        return num_tokens * self._cost_model.marginals().prefill_token_s
+
+    def _intake(
+        self,
+        view: EngineView,
+        ledger: BlockLedger,
+        running: list[RequestView],
+        waiting: list[RequestView],
+        most_tokens: int,
+    ) -> Intake:
+        config, max_running = self._config, min(view.max_num_seqs, most_tokens)
+        newcomers = [*view.preempted, *waiting]
+        room = None
+        if newcomers:
+            seats = max_running - len(running)
+            room = StreamRoom.of(running, newcomers, seats, config, self._cost_model)
+        return Intake(
+            view, ledger, running, max_running, config.kv_reserve, self._lengths, room, config.pace
         )
 
     def _most_tokens(self, view: EngineView) -> int:
@@ -194,7 +213,7 @@ class SloPlanner:
                 ledger.take(request, amount)
             elif intake.is_full:
                 break
-            elif is_resuming or not intake.admit(request):
+            elif is_resuming or not intake.admit(request, has_turn=is_turn and i == due):
                 is_resuming = is_resuming or request.phase is RequestPhase.PREEMPTED
                 continue
             amounts[i] = amount
@@ -209,6 +228,7 @@ class SloPlanner:
             is_head=is_head
             and bool((amounts[:reach] >= np.minimum(queue.remaining[:reach], room)).all()),
             is_short_of_blocks=intake.is_short,
+            is_outpaced=intake.is_outpaced,
         )
 
     def _choose(
@@ -224,8 +244,10 @@ class SloPlanner:
         config, lower = self._config, judged.lower_tokens
         most = min(room, seated.load.num_tokens)
         if most == 0:
-            is_short = seated.is_short_of_blocks and room > 0
-            return _Budget(0, lower, 0, "kv_blocks" if is_short else "token_budget")
+            if room > 0 and seated.is_short_of_blocks:
+                return _Budget(0, lower, 0, "kv_blocks")
+            is_outpaced = room > 0 and seated.is_outpaced
+            return _Budget(0, lower, 0, "decode_slack" if is_outpaced else "token_budget")
         head = seated.load.head(room)
         curve = judged.curve
         if not (judged.is_curve_exact and seated.is_head):

@@ -115,8 +115,8 @@ def test_best_effort_is_not_starved_by_a_stream_of_promises() -> None:
 def test_streams_without_slack_do_not_starve_a_prompt() -> None:
     # A pace that decoding alone just keeps: N⁺ is 0 for as long as the streams run.
     alone = StepPlan(work=tuple(StepWork(str(i), WorkKind.DECODE, 1, 16) for i in range(4)))
-    target_s = 1.04 * MODEL.latency_of(alone)
-    config = PolicyConfig(max_wait_s=2.0)
+    target_s = 1.001 * MODEL.latency_of(alone)
+    config = PolicyConfig(max_wait_s=2.0, pace=1.0, upper_pace=1.0)
     streams = [waiting(f"s{i}", 16, slo=Slo(tpot_s=target_s), max_tokens=1000) for i in range(4)]
     patient = waiting("patient", 160, at=1.0, max_tokens=8)
     sim = Simulation(CheckedPlanner(SloPlanner(config, MODEL, OutputLengths())), MODEL, ENGINE)

@@ -75,9 +75,11 @@ def test_an_end_to_end_target_leaves_time_for_the_answer() -> None:
     without = waiting("b", slo=Slo(ttft_s=1.0, e2e_s=10.0))
     assert isinstance(with_pace.promise, Promise)
     assert isinstance(without.promise, Promise)
-    assert first_due_at(with_pace, with_pace.promise, 1.0, 10, 0.1) == pytest.approx(8.0)
+    # Ten more tokens at 0.1 s, what a step takes now; p = 0.2 is only the slowest that is allowed.
+    assert first_due_at(with_pace, with_pace.promise, 1.0, 10, 0.1) == pytest.approx(9.0)
+    assert first_due_at(with_pace, with_pace.promise, 1.0, 10, 0.5) == pytest.approx(8.0)
     assert first_due_at(without, without.promise, 1.0, 10, 0.1) == pytest.approx(1.0)
-    assert first_due_at(with_pace, with_pace.promise, 1.0, 60, 0.1) == pytest.approx(1.0)
+    assert first_due_at(with_pace, with_pace.promise, 1.0, 60, 0.5) == pytest.approx(1.0)
 
 
 def test_degraded_requests_and_strangers_have_no_live_promise() -> None:

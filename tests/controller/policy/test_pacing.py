@@ -45,9 +45,18 @@ def test_without_targets_the_gap_limit_bounds_the_step() -> None:
 
 
 def test_a_hopeless_stream_is_protected_by_the_gap_limit_only() -> None:
-    pacing = paced(decode("hopeless", slo=Slo(tpot_s=0.1), last_at=10.0))
+    # A decode step takes 0.11 s.
+    pacing = paced(decode("hopeless", slo=Slo(tpot_s=0.08), last_at=10.0))
     assert pacing.limit_s == pytest.approx(1.8)
     assert pacing.tightest_id is None
+
+
+@pytest.mark.parametrize("target_s", [0.109, 0.1, 0.09])
+def test_a_target_just_below_a_decode_step_is_paced_like_one_at_it(target_s: float) -> None:
+    near = paced(decode("near", slo=Slo(tpot_s=target_s), last_at=10.0))
+    at = paced(decode("near", slo=Slo(tpot_s=0.11), last_at=10.0))
+    assert near.limit_s == pytest.approx(at.limit_s)
+    assert near.tightest_id == "near"
 
 
 def test_the_gap_limit_gives_a_slow_machine_room_for_prompts() -> None:

@@ -1,0 +1,87 @@
+"""How many more streams the token promises allow: a step of decodes alone must keep every pace.
+
+Owns that one count. Must not spend seats or blocks, or look at a prompt's deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from controller.policy.budget import made_safe
+from controller.policy.ordering import live_promise
+from controller.policy.settings import PolicyConfig
+from costmodel.base import CostModel
+from costmodel.features import NUM_FEATURES
+from engine.ports import RequestView
+
+
+def paced_target_s(request: RequestView, pace: float) -> float:
+    """The paced time per token that the request is promised; +inf without a TPOT promise."""
+    promise = live_promise(request)
+    if promise is None or promise.slo.tpot_s is None:
+        return math.inf
+    return pace * promise.slo.tpot_s
+
+
+class StreamRoom:
+    """Streams that may join while the mean of a decode-only step keeps the tightest promise.
+
+    Without this bound a burst is admitted as a whole, for its prompts are cheap, and then nobody
+    keeps a pace. `step_s[k]` is that mean with k more streams; `period_s` the tightest paced
+    promise among those who run. A stream that cannot keep its promise any more protects nobody.
+    """
+
+    __slots__ = ("_num_joined", "_num_running", "_period_s", "_step_s")
+
+    def __init__(self, step_s: Sequence[float], period_s: float, num_running: int) -> None:
+        self._step_s = step_s
+        self._period_s = period_s
+        self._num_running = num_running
+        self._num_joined = 0
+
+    @classmethod
+    def of(
+        cls,
+        running: Sequence[RequestView],
+        newcomers: Sequence[RequestView],
+        most: int,
+        config: PolicyConfig,
+        cost_model: CostModel,
+    ) -> StreamRoom:
+        """Predict steps with up to `most` of the `newcomers`, in that order, beside `running`."""
+        joining = newcomers[: max(0, most)]
+        rows = np.zeros((len(joining) + 1, NUM_FEATURES))
+        rows[:, 1] = len(running) + np.arange(len(joining) + 1)
+        known = [request.num_known_tokens for request in joining]
+        rows[:, 2] = sum(request.num_known_tokens for request in running) + np.cumsum([0, *known])
+        step_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s)).tolist()
+        targets = (paced_target_s(request, config.pace) for request in running)
+        period_s = min((t for t in targets if t >= step_s[0]), default=math.inf)
+        return cls(step_s, period_s, len(running))
+
+    def copy(self) -> StreamRoom:
+        """Return an independent count, to try things out."""
+        twin = StreamRoom(self._step_s, self._period_s, self._num_running)
+        twin._num_joined = self._num_joined
+        return twin
+
+    def join(self, target_s: float) -> bool:
+        """Let one stream with the paced promise `target_s` join; False if a promise would break.
+
+        The first stream of an empty engine always may: nobody is faster than alone.
+        """
+        is_first = self._num_running + self._num_joined <= 0
+        period_s = min(self._period_s, target_s)
+        index = max(0, self._num_joined + 1)
+        if not is_first and (index >= len(self._step_s) or self._step_s[index] > period_s):
+            return False
+        self._num_joined += 1
+        self._period_s = period_s
+        return True
+
+    def leave(self) -> None:
+        """Count one stream less: somebody is expected to have ended."""
+        self._num_joined -= 1
