@@ -28,7 +28,7 @@ from controller.runtime.metrics import Metrics
 from engine.clock import Clock, MonotonicClock
 from store.queries import TelemetryReader
 
-DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 
 
 def create_app(

@@ -24,6 +24,12 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: dividing logits by less overflows single precision."""
 
 
+MAX_CHARS_PER_TOKEN = 256
+"""A text with more characters per token of the context cannot fit and is not even tokenised: twice
+the 128 characters of the longest tokens (runs of spaces) in the large vocabularies.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A body, ready to be submitted: one request per prompt, in order."""
@@ -63,6 +69,7 @@ async def render_messages(messages: Sequence[Message], context: ApiContext) -> l
     if not context.service.model.has_chat_template:
         message = "this model has no chat template; use /v1/completions or start with one"
         raise invalid("messages", message, code="invalid_messages")
+    _check_chars(sum(len(message.content) for message in messages), "messages", context)
     rendered: list[Mapping[str, Any]] = [_plain(message) for message in messages]
     try:
         ids = await anyio.to_thread.run_sync(
@@ -105,12 +112,25 @@ async def _tokenize_prompts(body: CompletionBody, context: ApiContext) -> dict[s
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
     names = ["prompt"] if prompts[0] is prompt else [f"prompt[{i}]" for i in range(len(prompts))]
     if isinstance(prompts[0], str):
+        for name, text in zip(names, prompts, strict=True):
+            _check_chars(len(text), name, context)
         special = body.add_special_tokens is not False
         encoded = await encode(prompts, context, add_special_tokens=special)
         return dict(zip(names, encoded, strict=True))
     for name, ids in zip(names, prompts, strict=True):
         check_token_ids(ids, context.service.tokenizer.vocab_size, name)
     return dict(zip(names, prompts, strict=True))
+
+
+def _check_chars(num_chars: int, name: str, context: ApiContext) -> None:
+    """Refuse a text that cannot fit before a tokenizer spends seconds on it."""
+    limit = context.service.model.max_model_len * MAX_CHARS_PER_TOKEN
+    if num_chars > limit:
+        message = (
+            f"{name}: a text of {num_chars} characters exceeds the context of"
+            f" {context.service.model.max_model_len} tokens"
+        )
+        raise invalid(name, message, code="context_length_exceeded")
 
 
 def _is_ids(prompt: Sequence[Any]) -> bool:

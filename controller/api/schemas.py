@@ -55,6 +55,15 @@ def _check_token_id(token: object, suffix: str) -> None:
         raise _wrong("a token id must not be negative or beyond the vocabulary", suffix, _BAD_TOKEN)
 
 
+def _check_token_ids(tokens: list[Any], suffix: str = "") -> None:
+    """Check a non-empty list; the bad position is looked for only if there is one."""
+    # A prompt may have a million ids, and every stream waits for this check.
+    is_right = set(map(type, tokens)) == {int} and 0 <= min(tokens) and max(tokens) <= _MAX_INT
+    if not is_right:
+        for position, token in enumerate(tokens):
+            _check_token_id(token, f"{suffix}[{position}]")
+
+
 def _wrong(message: str, suffix: str = "", code: str = "invalid_value") -> PydanticCustomError:
     context = {"suffix": suffix, "code": code, "problem": message}
     return PydanticCustomError("wrong_value", "{problem}", context)
@@ -203,8 +212,7 @@ class CompletionBody(GenerationBody):
             raise _wrong("the prompt is empty")
         first = prompt[0]
         if isinstance(first, int | float):
-            for position, token in enumerate(prompt):
-                _check_token_id(token, f"[{position}]")
+            _check_token_ids(prompt)
             return prompt
         if len(prompt) > MAX_PROMPTS:
             raise _wrong(f"at most {MAX_PROMPTS} prompts are allowed")
@@ -215,8 +223,7 @@ class CompletionBody(GenerationBody):
             elif isinstance(item, list) and isinstance(first, list):
                 if not item:
                     raise _wrong("the prompt is empty", suffix)
-                for place, token in enumerate(item):
-                    _check_token_id(token, f"{suffix}[{place}]")
+                _check_token_ids(item, suffix)
             else:
                 raise _wrong("prompts must be all strings or all lists of token ids", suffix)
         return prompt

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from controller.api.app import create_app
+from controller.api.prompts import MAX_CHARS_PER_TOKEN
 from controller.api.responses import ErrorAnswer
-from tests.controller.service_double import VOCAB_SIZE, ScriptedService, call
+from tests.controller.service_double import VOCAB_SIZE, ByteTokenizer, ScriptedService, call
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -183,6 +184,43 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_numbers(limits: dict[str, 
     assert service.streams == []
     fits = ScriptedService(**limits)
     assert call(create_app(fits), "POST", COMPLETIONS, body={"prompt": [1] * 7}).status_code == 200
+
+
+@pytest.mark.parametrize("bad", [True, -1, 2**31, 1.0, None, "1", [1]])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_one_bad_token_id_among_many_is_found(bad: Any, is_nested: bool) -> None:
+    ids = [*[1] * 500, bad, *[1] * 500]
+    prompt, name = ([[1], ids], "prompt[1][500]") if is_nested else (ids, "prompt[500]")
+    code = "invalid_token_id" if bad in (-1, 2**31) else "invalid_value"
+    check(ScriptedService(), COMPLETIONS, {"prompt": prompt}, code, name)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Knows how many texts it was given."""
+
+    def __init__(self) -> None:
+        self.num_texts = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_texts += 1
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
+    for num_chars, num_texts in ((8 * MAX_CHARS_PER_TOKEN, 1), (8 * MAX_CHARS_PER_TOKEN + 1, 0)):
+        text = "x" * num_chars
+        chat = [{"role": "user", "content": text[1:]}, {"role": "user", "content": "x"}]
+        for path, body, param in (
+            (COMPLETIONS, {"prompt": text}, "prompt"),
+            (COMPLETIONS, {"prompt": [text]}, "prompt[0]"),
+            (CHAT, {"messages": chat}, "messages"),
+        ):
+            service = ScriptedService(max_model_len=8)
+            service.tokenizer = tokenizer = CountingTokenizer()
+            answer = call(create_app(service), "POST", path, body=body)
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert tokenizer.num_texts == num_texts
 
 
 @pytest.mark.parametrize(
