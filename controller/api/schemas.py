@@ -58,7 +58,7 @@ def _check_token_id(token: object, suffix: str) -> None:
 def _check_token_ids(tokens: list[Any], suffix: str = "") -> None:
     """Check a non-empty list; the bad position is looked for only if there is one."""
     # A prompt may have a million ids, and every stream waits for this check.
-    is_right = set(map(type, tokens)) == {int} and 0 <= min(tokens) and max(tokens) <= _MAX_INT
+    is_right = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _MAX_INT
     if not is_right:
         for position, token in enumerate(tokens):
             _check_token_id(token, f"{suffix}[{position}]")
