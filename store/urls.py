@@ -16,12 +16,18 @@ from store.errors import DatabaseUrlError
 EXAMPLES = "sqlite:///paceline.db or postgresql+psycopg://user:password@host/name"
 # Greedy on purpose: a password may hold spaces, slashes and at-signs; masking too much is harmless.
 _PASSWORD = re.compile(r"(?P<head>[\w+]+://[^/\s:@]*:).*@")
+# libpq takes secrets, and paths to them, as parameters too.
+_SECRET_PARAMETER = re.compile(
+    r"(?P<head>[?&;](?:password|passfile|sslpassword|sslkey)=)[^&]*", re.IGNORECASE
+)
 _POSTGRESQL_NAMES = frozenset({"postgres", "postgresql", "postgresql+psycopg"})
 
 
 def mask_url(text: str) -> str:
-    """Return `text` with the password of every URL in it masked; malformed URLs are fine."""
-    return _PASSWORD.sub(r"\g<head>***@", text)
+    """Return `text` with the secrets of every URL in it masked, before the host and in the query;
+    malformed URLs are fine.
+    """
+    return _SECRET_PARAMETER.sub(r"\g<head>***", _PASSWORD.sub(r"\g<head>***@", text))
 
 
 def parse_url(text: str) -> URL:
@@ -72,5 +78,5 @@ def sqlite_path(url: URL) -> Path:
 
 
 def shown_url(url: URL) -> str:
-    """Return the URL for people: the password masked."""
-    return url.render_as_string(hide_password=True)
+    """Return the URL for people: its secrets masked."""
+    return mask_url(url.render_as_string(hide_password=True))

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from controller.policy.slo import Promise
 from controller.runtime.vllm_metrics import LATENCY_BUCKETS, VllmMetrics
 from costmodel.base import ModelQuality
+from costmodel.features import regime_of
 from engine.request import FinishReason, Request
 from engine.step import AdmissionAction, StepReport
 
@@ -212,9 +213,7 @@ class Metrics:
             self._slack.set(float("nan") if decision.slack_s is None else decision.slack_s)
         if not report.is_executed:
             return
-        has_prefill, has_decode = plan.num_prefill_tokens > 0, plan.num_decode_tokens > 0
-        kinds = {(True, True): "mixed", (True, False): "prefill_only"}
-        regime = kinds.get((has_prefill, has_decode), "decode_only")
+        regime = regime_of(plan.num_prefill_tokens, plan.num_decode_tokens).value
         self._steps.labels(regime).inc()
         self._step.labels(regime).observe(report.duration_s)
         if decision is None or decision.predicted_mean_s is None:

@@ -12,6 +12,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from store import schema
 from store.database import Database, sqlite_warning
 from store.errors import DatabaseBusyError, DatabaseUnavailableError, DatabaseUrlError
+from store.records import RunRecord
+from store.rows import run_row
 from store.urls import mask_url, parse_url, shown_url
 
 
@@ -53,6 +55,8 @@ def test_library_versions_without_the_fix(version: tuple[int, int, int], is_warn
         "postgresql+psycopg2://u:topsecret@h/d",
         "postgresql://u:topsecret@h:port/d",
         "postgresql://u:a/topsecret @b@h:port/d",
+        "postgresql+psycopg2://h/d?user=svc&password=topsecret",
+        "sqlite:///x.db?password=topsecret",
     ],
 )
 def test_bad_urls_are_named_without_their_password(bad: str) -> None:
@@ -72,6 +76,20 @@ def test_urls_are_made_absolute_and_shown_without_a_password(
     assert shown == "postgresql+psycopg://me:***@host/name"
     assert mask_url("at postgresql://me:a@b@host/x and") == "at postgresql://me:***@host/x and"
     assert mask_url("sqlite:///x.db") == "sqlite:///x.db"
+
+
+@pytest.mark.parametrize("name", ["password", "passfile", "sslpassword", "sslkey"])
+def test_a_secret_among_the_parameters_is_masked_everywhere(name: str) -> None:
+    url = f"postgresql+psycopg://db/p?user=svc&{name}=a%26b c@topsecret&sslmode=require"
+    for shown in (mask_url(url), shown_url(parse_url(url))):
+        assert "topsecret" not in shown
+        assert f"{name}=***" in shown
+        assert "user=svc" in shown
+        assert "sslmode=require" in shown
+    run = RunRecord("r", 0, "m", "cpu", "sdpa", "slo", "0", settings={"db": url, "all": [url]})
+    row = run_row(run)
+    assert "topsecret" not in str(row)
+    assert "user=svc" in str(row)
 
 
 def test_one_process_writes_and_the_error_names_it(sqlite_url: str) -> None:
