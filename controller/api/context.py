@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from controller.api.errors import ApiError
+from controller.api.errors import ApiError, unavailable
 from controller.policy.slo import SloClass
 from controller.runtime.generation import InferenceService
 from controller.runtime.metrics import Metrics
@@ -72,7 +72,7 @@ class ApiContext:
         """Raise ApiError 503 while the server loads, drains or is dead."""
         health = self.service.health()
         if not health.is_live:
-            raise ApiError(503, "dead", health.reason or "the engine has stopped")
+            raise unavailable("dead", health.reason or "the engine has stopped")
         if not health.is_ready:
             code = "draining" if "drain" in health.reason else "not_ready"
-            raise ApiError(503, code, health.reason or "the server is not ready")
+            raise unavailable(code, health.reason or "the server is not ready")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from controller.api.errors import ApiError
+from controller.api.errors import unavailable
 
 LOADING = "loading"
-_RETRY_AFTER_S = 2
 _LIVENESS_PATHS = frozenset({"/health", "/ping"})
 
 
@@ -39,9 +38,5 @@ def _closed(path: str) -> JSONResponse:
         return JSONResponse({"status": "ok"})
     if path == "/ready":
         return JSONResponse({"status": "unavailable", "reason": LOADING}, 503)
-    return ApiError(
-        503,
-        "not_ready",
-        "the model is still loading; /ready says when it is done",
-        headers={"retry-after": str(_RETRY_AFTER_S)},
-    ).response()
+    message = "the model is still loading; /ready says when it is done"
+    return unavailable("not_ready", message).response()

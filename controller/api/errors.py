@@ -56,10 +56,14 @@ ERROR_CODES: Mapping[str, str] = {
 }
 """Every `error.code` that this door can send, and what it means."""
 
+RETRY_AFTER_S = 2
+"""When to come back to a server that loads or leaves: another one may answer, or this one again."""
+
 _MAX_MESSAGE_CHARS = 2000
 _MAX_PARAM_CHARS = 200
 _PROMPT_REASONS = frozenset({"context_length", "context_length_exceeded", "kv_never_fits"})
-_UNAVAILABLE_REASONS = frozenset({"draining", "not_ready", "dead"})
+_PASSING_REASONS = frozenset({"draining", "not_ready"})
+_UNAVAILABLE_REASONS = _PASSING_REASONS | {"dead"}
 _STATUS_CODES = {
     401: "invalid_api_key",
     404: "not_found",
@@ -142,12 +146,28 @@ def invalid(param: str, message: str, *, code: str = "invalid_value") -> ApiErro
     return ApiError(400, code, message, param=param)
 
 
+def unavailable(code: str, message: str) -> ApiError:
+    """Return a 503; `retry-after` says when to come back, unless the engine is `dead`."""
+    headers = {"x-llm-d-request-dropped-reason": code}
+    if code in _PASSING_REASONS:
+        headers.update(_retry_headers(RETRY_AFTER_S))
+    return ApiError(503, code, message, headers=headers)
+
+
+def _retry_headers(retry_s: float) -> dict[str, str]:
+    retry_ms = max(1, math.ceil(retry_s * 1000))
+    return {
+        "retry-after": str(max(1, math.ceil(retry_ms / 1000))),
+        "retry-after-ms": str(retry_ms),
+    }
+
+
 def refusal(admission: Admission, headers: Mapping[str, str] | None = None) -> ApiError:
     """Return the answer to a rejected request: 400 if it can never fit, 503 if the server is
     leaving, else 429.
 
-    A 429 tells when to come back (`retry-after` in whole seconds, at least 1; `retry-after-ms`), or
-    `x-should-retry: false` where waiting cannot help.
+    It tells when to come back (`retry-after` in whole seconds, at least 1; `retry-after-ms`); a 429
+    that waiting cannot help says `x-should-retry: false` instead.
     """
     sent = {**(headers or {}), "x-slo-decision": "rejected"}
     extra: dict[str, Any] = {}
@@ -162,10 +182,10 @@ def refusal(admission: Admission, headers: Mapping[str, str] | None = None) -> A
         return ApiError(400, code, message, param="prompt", headers=sent, extra=extra)
     sent["x-llm-d-request-dropped-reason"] = reason
     retry_s = admission.retry_after_s
+    if retry_s is None and reason in _PASSING_REASONS:
+        retry_s = RETRY_AFTER_S
     if retry_s is not None and math.isfinite(retry_s):
-        retry_ms = max(1, math.ceil(retry_s * 1000))
-        sent["retry-after"] = str(max(1, math.ceil(retry_ms / 1000)))
-        sent["retry-after-ms"] = str(retry_ms)
+        sent.update(_retry_headers(retry_s))
     elif reason not in _UNAVAILABLE_REASONS:
         sent["x-should-retry"] = "false"
     status = 503 if reason in _UNAVAILABLE_REASONS else 429

@@ -155,13 +155,19 @@ def _checked(param: str, value: float) -> float:
 
 
 def _class_name(headers: Headers, service_tier: str | None, classes: Collection[str]) -> str | None:
-    if service_tier is not None:
-        if service_tier in classes:
-            return service_tier
-        if service_tier not in _DEFAULT_TIERS:
-            raise _unknown_class("service_tier", service_tier, classes)
+    """Return the tier's class before the objective's; both are checked."""
+    is_known_tier = service_tier in classes
+    if service_tier is not None and not is_known_tier and service_tier not in _DEFAULT_TIERS:
+        raise _unknown_class("service_tier", service_tier, classes)
+    objective = _objective(headers, classes)
+    if service_tier is None:
+        return objective
+    return service_tier if is_known_tier else None
+
+
+def _objective(headers: Headers, classes: Collection[str]) -> str | None:
     objectives = {value.strip() for value in headers.getlist(OBJECTIVE_HEADER)} - {""}
-    if not objectives or service_tier is not None:
+    if not objectives:
         return None
     if len(objectives) > 1:
         message = f"header {OBJECTIVE_HEADER} is given more than once with different values"
@@ -179,8 +185,16 @@ def _unknown_class(param: str, name: str, classes: Collection[str]) -> ApiError:
 
 
 def read_tenant(headers: Headers, user: str | None) -> str | None:
-    """Return the key that fairness counts by: the gateway's header, else the body's `user`."""
+    """Return the key of the client's tenant: the gateway's header, else the body's `user`."""
     return headers.get(TENANT_HEADER) or user or None
+
+
+def tenant_names(headers: Headers, user: str | None) -> tuple[str, ...]:
+    """Return where the request names a tenant; no policy counts by tenant yet, so the answer says
+    that nothing changed.
+    """
+    names = {TENANT_HEADER: headers.get(TENANT_HEADER), "user": user}
+    return tuple(name for name, value in names.items() if value)
 
 
 def read_client_id(headers: Headers) -> str | None:

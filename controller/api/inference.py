@@ -20,6 +20,7 @@ from controller.api.errors import CLIENT_CLOSED_STATUS, ApiError, error_body
 from controller.api.formats import ChatFormat, CompletionFormat, Envelope, Format
 from controller.api.generation import Generation, submitted
 from controller.api.guards import StrictJsonRoute
+from controller.api.headers import tenant_names
 from controller.api.logprobs import TokenSpeller
 from controller.api.prompts import Prepared, prepare_chat, prepare_completion
 from controller.api.responses import (
@@ -129,7 +130,7 @@ async def _answer(
                 answer = await until_disconnect(
                     request.receive, _whole(generation, deltas, form, envelope)
                 )
-                headers = _headers(generation, body)
+                headers = _headers(request, generation, body)
                 headers["server-timing"] = generation.server_timing()
                 return JSONResponse(answer, headers=headers)
             first = await until_disconnect(request.receive, anext(deltas))
@@ -137,14 +138,15 @@ async def _answer(
             on_disconnect()
             return Response(status_code=CLIENT_CLOSED_STATUS)
         chunks = _chunks(first, generation, deltas, form, envelope, body)
-        headers = _headers(generation, body)
+        headers = _headers(request, generation, body)
         return EventStream(chunks, stack.pop_all(), headers, on_disconnect)
 
 
-def _headers(generation: Generation, body: GenerationBody) -> dict[str, str]:
+def _headers(request: Request, generation: Generation, body: GenerationBody) -> dict[str, str]:
     headers = generation.headers()
-    if body.ignored_hints:
-        headers["x-paceline-ignored-parameters"] = ", ".join(body.ignored_hints)
+    ignored = sorted((*body.ignored_hints, *tenant_names(request.headers, body.user)))
+    if ignored:
+        headers["x-paceline-ignored-parameters"] = ", ".join(ignored)
     return headers
 
 

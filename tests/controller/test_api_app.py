@@ -137,14 +137,16 @@ def test_health_and_readiness_are_the_services() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "code"),
+    ("state", "code", "retry_after"),
     [
-        (ServiceHealth(True, False, "loading"), "not_ready"),
-        (ServiceHealth(True, False, "draining"), "draining"),
-        (ServiceHealth(False, False, "the engine stopped"), "dead"),
+        (ServiceHealth(True, False, "loading"), "not_ready", "2"),
+        (ServiceHealth(True, False, "draining"), "draining", "2"),
+        (ServiceHealth(False, False, "the engine stopped"), "dead", None),
     ],
 )
-def test_generation_is_a_503_with_a_reason_unless_ready(state: ServiceHealth, code: str) -> None:
+def test_generation_is_a_503_with_a_reason_unless_ready(
+    state: ServiceHealth, code: str, retry_after: str | None
+) -> None:
     service = ScriptedService()
     service.state = state
     for stream in (False, True):
@@ -153,6 +155,9 @@ def test_generation_is_a_503_with_a_reason_unless_ready(state: ServiceHealth, co
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == code
         assert answer.json()["error"]["message"] == state.reason
+        assert answer.headers["x-llm-d-request-dropped-reason"] == code
+        assert answer.headers.get("retry-after") == retry_after
+        assert ("retry-after-ms" in answer.headers) is (retry_after is not None)
     assert service.streams == []
 
 

@@ -162,3 +162,4 @@ def test_the_status_follows_the_reason(reason: str, status: int) -> None:
     assert answer.status_code == status
     assert answer.headers["x-slo-decision"] == "rejected"
     assert answer.headers.get("x-should-retry") == ("false" if status == 429 else None)
+    assert answer.headers.get("retry-after") == ("2" if status == 503 else None)

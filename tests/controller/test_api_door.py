@@ -41,6 +41,7 @@ def test_everything_else_is_told_to_come_back(method: str, path: str) -> None:
     answer = ask(Door(), method, path)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "2"
+    assert answer.headers["x-llm-d-request-dropped-reason"] == "not_ready"
     assert answer.json()["error"]["code"] == "not_ready"
     assert "loading" in answer.json()["error"]["message"]
 

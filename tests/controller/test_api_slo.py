@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from controller.api.app import create_app
+from controller.api.headers import OBJECTIVE_HEADER
 from controller.policy.slo import Slo
 from controller.runtime.metrics import Metrics
 from tests.controller.service_double import ScriptedService, call, slo_classes
@@ -117,6 +118,10 @@ def test_an_unknown_class_is_named_with_those_that_exist() -> None:
     for headers, body, param in (
         ({}, {"service_tier": "scale"}, "service_tier"),
         ({"x-llm-d-inference-objective": "x"}, {}, "x-llm-d-inference-objective"),
+        *(
+            ({"x-llm-d-inference-objective": "x"}, {"service_tier": tier}, OBJECTIVE_HEADER)
+            for tier in ("auto", "default", "priority")
+        ),
     ):
         answer = ask(ScriptedService(), headers, **body)
         assert answer.status_code == 400
@@ -129,6 +134,20 @@ def test_the_tenant_is_the_gateways_before_the_bodys() -> None:
     service = ScriptedService()
     ask(service, {"x-llm-d-inference-fairness-id": "gold"}, user="someone")
     assert service.request.tenant == "gold"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_tenant_that_no_policy_counts_by_is_named_as_ignored(is_stream: bool) -> None:
+    header = "x-llm-d-inference-fairness-id"
+    for headers, body, names in (
+        ({}, {}, None),
+        ({}, {"user": "someone"}, "user"),
+        ({header: "gold"}, {"metadata": {}}, f"metadata, {header}"),
+        ({header: "gold"}, {"user": "someone"}, f"user, {header}"),
+    ):
+        answer = ask(ScriptedService(), headers, stream=is_stream, **body)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-paceline-ignored-parameters") == names
 
 
 def test_lenient_mode_ignores_and_counts() -> None:
