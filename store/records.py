@@ -26,7 +26,6 @@ class EventKind(enum.StrEnum):
     RELEGATION = "relegation"
     STEP_FAILURE = "step_failure"
     DRIFT_ALARM = "drift_alarm"
-    PROFILE_CHANGE = "profile_change"
     TELEMETRY_LOSS = "telemetry_loss"
     RUN_LOST = "run_lost"
 

@@ -86,6 +86,8 @@ class TelemetryFeed:
         self._run_id = run_id
         self._cost_model = cost_model
         self._num_drift_alarms = cost_model.num_drift_alarms
+        # Degraded requests that have not ended: the verdict that starts one repeats it.
+        self._degraded_ids: set[str] = set()
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Offer the step with its shares, then the requests that ended, then events."""
@@ -103,6 +105,7 @@ class TelemetryFeed:
             self._offer(request_record(requests[request_id], self._run_id, to_epoch_ms))
         for event in _events(report, self._run_id, to_epoch_ms):
             self._offer(event)
+        self._tell_relegations(report, requests, to_epoch_ms)
         self._tell_drift(report, to_epoch_ms)
 
     def record_endings(self, requests: tuple[Request, ...]) -> None:
@@ -110,6 +113,37 @@ class TelemetryFeed:
         to_epoch_ms = self._epoch_of()
         for request in requests:
             self._offer(request_record(request, self._run_id, to_epoch_ms))
+            self._degraded_ids.discard(request.request_id)
+
+    def _tell_relegations(
+        self,
+        report: StepReport,
+        requests: Mapping[str, Request],
+        to_epoch_ms: Callable[[float], int],
+    ) -> None:
+        """Offer an event for each request that lost its promise now, once in its life."""
+        for admission in report.plan.admissions:
+            if not admission.is_degraded or admission.request_id in self._degraded_ids:
+                continue
+            self._degraded_ids.add(admission.request_id)
+            slo = promise_of(requests[admission.request_id]).slo
+            self._offer(
+                EventRecord(
+                    run_id=self._run_id,
+                    at=to_epoch_ms(report.started_at + report.duration_s),
+                    event_kind=EventKind.RELEGATION,
+                    reason=admission.reason,
+                    request_id=admission.request_id,
+                    step_no=report.step_no,
+                    numbers={
+                        "predicted_ttft_s": admission.predicted_ttft_s,
+                        "ttft_target_s": slo.ttft_s,
+                        "tpot_target_s": slo.tpot_s,
+                        "e2e_target_s": slo.e2e_s,
+                    },
+                )
+            )
+        self._degraded_ids.difference_update(report.finished)
 
     def _tell_drift(self, report: StepReport, to_epoch_ms: Callable[[float], int]) -> None:
         """Offer an event where the step just observed raised an alarm (the teacher comes first)."""

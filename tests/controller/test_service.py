@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,23 +115,44 @@ def test_a_rejection_is_the_only_event_and_is_told_with_its_reason(rig: Rig) -> 
     assert rig.model.seen == []
 
 
-def test_degrading_marks_the_promise(rig: Rig) -> None:
+def test_degrading_marks_the_promise_and_is_told_once_per_request(rig: Rig) -> None:
     inner = rig.planner.plan_with
 
     def degrade(view: EngineView) -> StepPlan:
-        from dataclasses import replace
-
+        told = [
+            Admission(
+                each.request_id, AdmissionAction.WAIT, "overloaded", "late", 12.5, is_degraded=True
+            )
+            for each in view.waiting
+            if each.admission is None
+        ]
+        if told:
+            return StepPlan(admissions=tuple(told))
         plan: StepPlan = inner(view)
+        # The verdict that starts a degraded request repeats that it is one.
         return replace(
             plan, admissions=tuple(replace(a, is_degraded=True) for a in plan.admissions)
         )
 
     rig.planner.plan_with = degrade
 
-    async def scenario() -> Any:
-        return (await collect(rig.service.submit(rig.ask(slo_class="chat"))))[-1]
+    async def scenario() -> list[Any]:
+        return [
+            (await collect(rig.service.submit(rig.ask(slo_class="chat"))))[-1] for _ in range(2)
+        ]
 
-    assert asyncio.run(scenario()).promise.is_degraded
+    assert all(end.promise.is_degraded for end in asyncio.run(scenario()))
+    rig.service.stop(10.0)
+    events = [record for record in rig.records if isinstance(record, EventRecord)]
+    rows = [record for record in rig.records if isinstance(record, RequestRecord)]
+    assert [row.is_degraded for row in rows] == [True, True]
+    assert [(event.event_kind, event.reason) for event in events] == [
+        ("relegation", "overloaded")
+    ] * 2
+    assert [event.request_id for event in events] == [row.request_id for row in rows]
+    assert events[0].numbers == {
+        "predicted_ttft_s": 12.5, "ttft_target_s": 10.0, "tpot_target_s": 0.3, "e2e_target_s": None,
+    }  # fmt: skip
 
 
 def test_a_step_wakes_each_event_loop_once() -> None:
