@@ -20,6 +20,7 @@ from pydantic_settings import (
 
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Slo, SloClass
+from store.urls import mask_url
 
 DEFAULT_DB_URL = "sqlite:///paceline.db"
 DEFAULT_CONFIG_FILE = "paceline.toml"
@@ -79,6 +80,11 @@ class Settings(BaseSettings):
     drain_timeout_s: float = _setting(
         30.0, "seconds that running requests may take to end at shutdown", _SERVER, ge=0, le=3600
     )
+    stuck_after_s: float = _setting(
+        120.0,
+        "seconds without a finished step after which /health turns red; more for whole prompts",
+        _SERVER, gt=0, le=86400,
+    )  # fmt: skip
 
     block_size: int | None = _setting(
         None, "tokens per KV block (default: 16, or 256 with flash_attn)", _ENGINE, ge=1, le=4096
@@ -126,7 +132,12 @@ class Settings(BaseSettings):
     @classmethod
     def _parse_classes(cls, value: Any) -> Any:
         entries = (value,) if isinstance(value, (str, dict)) else value
-        return tuple(parse_slo_class(entry) for entry in entries)
+        classes = tuple(parse_slo_class(entry) for entry in entries)
+        names = [item.name for item in classes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"SLO class {twice[0]!r} is given twice")
+        return classes
 
     @field_validator("chat_template")
     @classmethod
@@ -155,8 +166,10 @@ class Settings(BaseSettings):
         return {"slo": 8192, "static": 512, "whole": 1 << 20}[self.policy]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the effective settings as JSON values; secrets are masked by their type."""
-        return dict(self.model_dump(mode="json"))
+        """Return the effective settings as JSON values, secrets and passwords masked."""
+        values = dict(self.model_dump(mode="json"))
+        values["db"] = mask_url(self.db)
+        return values
 
     @classmethod
     def settings_customise_sources(
@@ -182,6 +195,10 @@ def parse_slo_class(entry: Any) -> SloClass:
     if isinstance(entry, str):
         name, _, rest = entry.partition(":")
         pairs = [item.partition("=") for item in rest.split(",") if item]
+        keys = [key.strip() for key, _, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice in SLO class {name.strip()!r}")
         entry = {"name": name.strip(), **{key.strip(): value.strip() for key, _, value in pairs}}
     if not isinstance(entry, dict):
         raise ValueError(f"expected NAME:key=value,… or a table, got {entry!r}")  # noqa: TRY004 - pydantic reports ValueError
@@ -193,6 +210,8 @@ def parse_slo_class(entry: Any) -> SloClass:
         if raw is None:
             return default
         try:
+            if isinstance(raw, bool):
+                raise TypeError  # noqa: TRY301 - true is 1.0 to float()
             return float(raw)
         except (TypeError, ValueError):
             raise ValueError(f"{key} of SLO class {name!r} must be a number, got {raw!r}") from None

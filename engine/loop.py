@@ -7,6 +7,7 @@ loop's thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,8 @@ from engine.step import (
     StepPlan,
     StepReport,
 )
+
+logger = logging.getLogger("paceline")
 
 
 class PlanError(RuntimeError):
@@ -60,6 +63,7 @@ class EngineLoop:
         self._step_no = 0
         self._previous_end_at: float | None = None
         self._is_draining = False
+        self.num_listener_failures = 0
 
     @property
     def step_no(self) -> int:
@@ -277,7 +281,7 @@ class EngineLoop:
         planner_s: float,
         execute_s: float,
     ) -> StepReport | None:
-        ended, self._ended = self._ended, {}
+        ended = self._ended
         is_executed = bool(plan.work) and failure is None
         if not (plan.work or plan.admissions or plan.preemptions or ended):
             self._previous_end_at = None
@@ -303,9 +307,15 @@ class EngineLoop:
             finished=tuple(ended),
             failure=failure,
         )
+        self._ended = {}
         named = self._named(plan, ended)
         for listener in self._listeners:
-            listener.on_step(report, named)
+            try:
+                listener.on_step(report, named)
+            except Exception:
+                # Whoever only watches must not end anybody's request.
+                self.num_listener_failures += 1
+                logger.exception("a listener failed in step %d", report.step_no)
         return report
 
     def _named(self, plan: StepPlan, ended: Mapping[str, Request]) -> dict[str, Request]:

@@ -105,6 +105,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
     from controller.api.door import Door
 
     door = Door()
+    event_loop = asyncio.get_running_loop()
     service: Service | None = None
 
     class Server(uvicorn.Server):
@@ -122,7 +123,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if service is not None:
-                service.drain()
+                # Not called here: a signal can land inside a lock that draining takes.
+                event_loop.call_soon_threadsafe(service.drain)
             super().handle_exit(sig, frame)
 
     server = Server(
@@ -151,7 +153,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
     try:
         door.open(_app(runtime))
         host, port = listener.getsockname()[:2]
-        print(banner(runtime, f"http://{host}:{port}"), flush=True)
+        shown = f"[{host}]" if ":" in host else host
+        print(banner(runtime, f"http://{shown}:{port}"), flush=True)
         status = asyncio.create_task(_report_status(runtime))
         await serving
         status.cancel()
@@ -182,7 +185,8 @@ def _load(settings: Settings) -> asyncio.Future[Runtime | str]:
                 result = build_runtime(settings, progress)
         except StartupError as error:
             result = str(error)
-        except Exception as error:
+        except BaseException as error:
+            # A panic of a native library is no `Exception`; nobody else would end the wait.
             logging.getLogger("paceline").exception("cannot start")
             result = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the event loop is gone: nobody waits any more

@@ -29,6 +29,9 @@ logger = logging.getLogger("paceline")
 # A loop that was asked to try again although nothing could be planned: long enough not to burn a
 # core, short enough for a queue's age bounds.
 _RETRY_S = 0.05
+# A device that fails this many steps in a row has failed for good.
+_MAX_FAILURES = 5
+STOPPED = "the server was stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Service:
         self._is_stopping = False
         self._abort_lock = threading.Lock()
         self._fatal: str | None = None
+        self._num_failures = 0
         self._last_progress_at = clock.now()
 
     @property
@@ -124,6 +128,9 @@ class Service:
         """
         request_id = f"{self._run_id}-{next(self._numbers)}"
         promise = self._terms.promise(request)
+        if not self._loop.has_work:
+            # Whoever asks right now must not find the idle time before this request.
+            self._last_progress_at = self._clock.now()
         stream = Stream(request_id, asyncio.get_running_loop(), self._end)
         self._hub.register(stream)
         self._loop.submit(
@@ -150,6 +157,8 @@ class Service:
             return ServiceHealth(True, False, "loading")
         if not self._thread.is_alive():
             return ServiceHealth(False, False, "the engine's thread has ended")
+        if self._num_failures >= _MAX_FAILURES:
+            return ServiceHealth(False, False, f"{self._num_failures} steps in a row have failed")
         idle_s = self._clock.now() - self._last_progress_at
         if self._loop.num_unfinished and idle_s > self._stuck_after_s:
             return ServiceHealth(False, False, f"no step has ended for {idle_s:.0f} s")
@@ -171,7 +180,7 @@ class Service:
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._fatal = "the server was stopped"
+                self._fatal = STOPPED
                 self._wake.set()
                 self._thread.join()
 
@@ -187,17 +196,23 @@ class Service:
                 if self._fatal is not None or (self._is_stopping and not self._loop.has_work):
                     break
                 report = self._loop.step()
-                self._last_progress_at = self._clock.now()
                 if report is None:
                     may_sleep = not (self._loop.has_work or self._is_stopping)
                     self._wake.wait(None if may_sleep else _RETRY_S)
-                    # Waiting for work is not being stuck.
-                    self._last_progress_at = self._clock.now()
+                    # A pass that does nothing although somebody waits is not progress.
+                    continue
+                self._last_progress_at = self._clock.now()
+                if report.is_executed:
+                    self._num_failures = 0
+                elif report.failure is not None:
+                    self._num_failures += 1
         except Exception as error:
             logger.exception("the engine stopped")
             self._fatal = f"{type(error).__name__}: {error}"
-        if self._fatal is not None:
-            self._abort()
+        if self._fatal is None:
+            # Whoever slips in after the last look must get an ending too.
+            self._fatal = STOPPED
+        self._abort()
 
     def _abort(self) -> None:
         """End whatever is left after a fatal error; any thread, as the loop's is gone by then."""

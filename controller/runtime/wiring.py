@@ -9,7 +9,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from controller.config import Settings
 from controller.policy.baselines import StaticPlanner
@@ -98,8 +101,8 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         settings=settings.to_json(),
     )
     try:
-        writer = TelemetryWriter.open(settings.db, run, clock)
         reader = TelemetryReader.open(settings.db)
+        writer = TelemetryWriter.open(settings.db, run, clock)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
     metrics = Metrics(
@@ -147,6 +150,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         PromiseTerms(settings.slo_classes, settings.default_slo_class),
         run_id=run.run_id,
         on_abort=feed.record_endings,
+        stuck_after_s=settings.stuck_after_s,
     )
     writer.start()
     service.start()
@@ -160,7 +164,6 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
     from engine.device.loading import DeviceOptions, load_engine
     from engine.device.model import ModelLoadError
 
-    template = settings.chat_template
     options = DeviceOptions(
         dtype=settings.dtype,
         device=settings.device,
@@ -168,13 +171,25 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         block_size=settings.block_size,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         max_model_len=settings.max_model_len,
-        chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        chat_template=_chat_template(settings.chat_template),
         seed=settings.seed,
     )
     try:
         return load_engine(settings.model, options, progress)
     except ModelLoadError as error:
         raise StartupError(str(error)) from error
+
+
+def _chat_template(file: Path | None) -> str | None:
+    """Read and compile the template now: a typo should not wait for the first conversation."""
+    if file is None:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(text)  # noqa: S701 - parsed only
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        raise StartupError(f"--chat-template {file}: {error}") from error
+    return text
 
 
 def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
@@ -207,7 +222,14 @@ def _cost_model(
         min(config.max_model_len, _LONGEST_WARMUP_CONTEXT),
     )
     counted = _count(shapes, progress)
-    samples = run_sweep(engine.runner, config, clock, counted)
+    try:
+        samples = run_sweep(engine.runner, config, clock, counted)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise StartupError(
+            f"a warm-up step failed ({type(error).__name__}: {text}): lower"
+            " --kv-cache-memory-bytes or --max-num-batched-tokens if the device is out of memory"
+        ) from error
     return fit_prior(samples), len(samples)
 
 

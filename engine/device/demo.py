@@ -65,7 +65,9 @@ def prepare_demo(progress: Progress, folder: Path | None = None) -> Path:
             )
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{DEMO_FOLDER}.partial-", dir=cache))
+        _remove_abandoned(cache)
+        prefix = f"{DEMO_FOLDER}.partial-{os.getpid()}-"
+        building = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
     except OSError as error:
         raise ModelLoadError(f"cannot write to the cache {cache}: {error.strerror}") from error
     try:
@@ -76,11 +78,26 @@ def prepare_demo(progress: Progress, folder: Path | None = None) -> Path:
             # Another process finished first; its conversion is as good as ours.
             if not target.is_dir():
                 raise
-    except OSError as error:
-        raise ModelLoadError(f"cannot convert the demo model in {cache}: {error}") from error
+    except Exception as error:
+        # A full disk, a package of another version: the writers raise what they like.
+        text = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"cannot convert the demo model in {cache}: {text}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Delete conversions whose process is gone: a killed start leaves hundreds of megabytes."""
+    for folder in cache.glob(f"{DEMO_FOLDER}.partial-*"):
+        owner = folder.name.removeprefix(f"{DEMO_FOLDER}.partial-").partition("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # Somebody else's process: it may be at work.
+            continue
 
 
 def _convert(building: Path, progress: Progress) -> None:

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from engine.device.attention.base import ATTENTION_NAME, AttentionCall, StepContext
+from engine.device.attention.base import (
+    ATTENTION_NAME,
+    AttentionCall,
+    StepContext,
+    UnsupportedByBackendError,
+)
 from engine.device.kv_cache import LayerGeometry
 from engine.device.linear import use_few_row_linear
 
@@ -27,7 +32,7 @@ class ModelLoadError(ValueError):
 
 @dataclass(slots=True)
 class _Probe:
-    """Records what each layer's attention asks for, without a cache: one token sees only itself."""
+    """Records what each layer's attention asks for; without a cache a token sees only itself."""
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     num_calls: int = 0
@@ -88,16 +93,25 @@ class DecoderModel:
         return logits
 
     def _probe_layers(self) -> tuple[LayerGeometry, ...]:
-        """Run one token to see each layer's cache shape, and that attention is where we think."""
+        """Run two tokens to see each layer's cache shape, and that attention is where we think."""
         probe = _Probe()
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        kind = type(self._model).__name__
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
         try:
-            self.logits(token, token, torch.zeros(1, dtype=torch.int64, device=self.device), probe)
-        except TypeError as error:
+            logits = self.logits(ids, positions, positions[0, 1:], probe)
+        except UnsupportedByBackendError as error:
+            raise ModelLoadError(f"{self.name}: {error}; it cannot be served exactly") from error
+        except Exception as error:
+            # Whatever an architecture trips over (a context it does not pass on, a size).
             raise ModelLoadError(
-                f"{self.name}: {type(self._model).__name__} does not pass a step's context to its"
-                f" attention ({error}); this architecture cannot be served"
+                f"{self.name}: {kind} does not run with a step's context ({_line(error)});"
+                " this architecture cannot be served"
             ) from error
+        if logits.shape[0] != 1:
+            raise ModelLoadError(
+                f"{self.name}: {kind} computes logits of every token; it cannot be served"
+            )
         expected = int(self._model.config.get_text_config().num_hidden_layers)
         if probe.num_calls != expected or sorted(probe.layers) != list(range(expected)):
             raise ModelLoadError(
@@ -134,11 +148,11 @@ def load_model(source: str, dtype: str, device: str) -> DecoderModel:
             dtype="auto" if dtype == "auto" else _dtype_of(dtype),
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
-        )
+        ).to(device)
     except Exception as error:
         # Whatever a checkpoint can be wrong in (truncated, missing shards, other shapes): one line.
         raise ModelLoadError(f"{source}: cannot load the weights: {_line(error)}") from error
-    return DecoderModel(model.to(device), source)
+    return DecoderModel(model, source)
 
 
 def _dtype_of(name: str) -> torch.dtype:

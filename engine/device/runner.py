@@ -38,7 +38,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
-        """Run the step; the copy of sampled ids to the host is its only synchronisation."""
+        """Run the step; returns once the sampled ids are on the host."""
         inputs = build_inputs(plan, requests, self._cache.block_size, self._model.device)
         logits = self._model.logits(
             inputs.input_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,3 +159,9 @@ def running_service() -> Iterator[Rig]:
 
 async def collect(stream: Any) -> list[Any]:
     return [event async for event in stream]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other threads go on until `condition` holds."""
+    while not condition():  # noqa: ASYNC110 - it is another thread that changes it
+        await asyncio.sleep(0)

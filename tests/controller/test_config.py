@@ -71,6 +71,9 @@ def test_classes_from_flags_and_from_a_table(tmp_path: Path) -> None:
         ({"slo_class": [":ttft_ms=1"]}, "name of an SLO class must not be empty"),
         ({"slo_class": ["a:on_infeasible=shrug"]}, "on_infeasible of SLO class 'a'"),
         ({"slo_class": ["a:weight=0"]}, "weight of SLO class 'a'"),
+        ({"slo_class": ["a:ttft_ms=1,ttft_ms=2"]}, "ttft_ms is given twice"),
+        ({"slo_class": ["a:", "a:"]}, "SLO class 'a' is given twice"),
+        ({"slo_class": [{"name": "a", "ttft_ms": True}]}, "ttft_ms of SLO class 'a'"),
         ({"default_slo_class": "gold"}, "no class 'gold'; known: default"),
         ({"chat_template": "nowhere.jinja"}, "chat_template: no such file"),
         ({"planner": {"pace": 2.0}}, "planner"),
@@ -95,9 +98,10 @@ def test_broken_files_are_named(tmp_path: Path, content: str | None, names: str)
 
 
 def test_secrets_never_leave_as_text() -> None:
-    settings = load_settings({"api_key": "s3cret"})
+    url = "postgresql+psycopg://me:s3cret@host/name"
+    settings = load_settings({"api_key": "s3cret", "db": url})
     assert "s3cret" not in json.dumps(settings.to_json())
-    assert "s3cret" not in repr(settings)
+    assert "s3cret" not in repr(settings.api_key)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from engine.ports import EngineView
 from engine.request import FinishReason
 from engine.step import StepPlan
 from store.records import EventRecord, RequestRecord
-from tests.controller.service_rig import Rig, collect, running_service
+from tests.controller.service_rig import Rig, collect, running_service, until
 
 
 @pytest.fixture
@@ -152,11 +152,86 @@ def test_stopping_ends_what_does_not_end_in_time(rig: Rig) -> None:
         stream = rig.service.submit(rig.ask(max_tokens=100))
         await asyncio.to_thread(rig.runner.is_inside.wait, 30)
         stopping = asyncio.create_task(asyncio.to_thread(rig.service.stop, 0.0))
+        # The loop is held inside a step until stop has given up waiting.
+        await until(lambda: not rig.service.health().is_live)
         rig.runner.gate.set()
         end = (await collect(stream))[-1]
         await stopping
         return end
 
     end = asyncio.run(scenario())
-    assert end.reason in (FinishReason.ERROR, FinishReason.LENGTH)
+    assert (end.reason, end.failure) == (FinishReason.ERROR, "the server was stopped")
+    assert end.num_output_tokens < 100
     assert rig.pool.num_used == 0
+
+
+def test_whoever_comes_after_the_stop_gets_an_ending(rig: Rig) -> None:
+    rig.service.stop(10.0)
+
+    async def scenario() -> Any:
+        return (await collect(rig.service.submit(rig.ask())))[-1]
+
+    end = asyncio.run(scenario())
+    assert (end.reason, end.failure) == (FinishReason.ERROR, "the server was stopped")
+
+
+def test_an_engine_that_never_plans_anything_is_stuck(rig: Rig) -> None:
+    passes: list[int] = []
+
+    def nothing(view: EngineView) -> StepPlan:
+        passes.append(view.step_no)
+        return StepPlan()
+
+    usual, rig.planner.plan_with = rig.planner.plan_with, nothing
+
+    async def scenario() -> None:
+        rig.service.submit(rig.ask())
+        await until(lambda: len(passes) >= 2)
+        assert rig.service.health().is_live
+        rig.clock.advance(1000.0)
+        await until(lambda: len(passes) >= 4)
+        assert not rig.service.health().is_live
+        rig.planner.plan_with = usual
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_fails_every_step_turns_health_red_until_one_succeeds(rig: Rig) -> None:
+    async def scenario() -> None:
+        rig.runner.error = RuntimeError("sticky")
+        for count in range(5):
+            assert rig.service.health().is_live, count
+            await collect(rig.service.submit(rig.ask()))
+        await until(lambda: not rig.service.health().is_live)
+        assert "5 steps in a row have failed" in rig.service.health().reason
+        rig.runner.error = None
+        await collect(rig.service.submit(rig.ask()))
+        await until(lambda: rig.service.health().is_ready)
+
+    asyncio.run(scenario())
+
+
+def test_idle_time_before_a_request_is_not_held_against_it(rig: Rig) -> None:
+    async def scenario() -> None:
+        rig.runner.gate.clear()
+        rig.clock.advance(5000.0)
+        stream = rig.service.submit(rig.ask())
+        assert rig.service.health().is_live
+        rig.runner.gate.set()
+        await collect(stream)
+
+    asyncio.run(scenario())
+
+
+def test_a_listener_that_fails_harms_nobody(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a metric's bug")
+
+    rig.tally.on_step = broken  # type: ignore[method-assign,assignment]
+
+    async def scenario() -> Any:
+        return (await collect(rig.service.submit(rig.ask())))[-1]
+
+    assert asyncio.run(scenario()).reason is FinishReason.LENGTH
+    assert "a listener failed in step 1" in caplog.text
+    assert rig.service.health().is_ready

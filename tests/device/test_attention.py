@@ -86,12 +86,20 @@ def test_inputs_flatten_the_plan_in_order(batch: Any) -> None:
         assert inputs.block_table[row, : len(table)].tolist() == table
 
 
+@pytest.mark.parametrize("tile_rows", [3, 256])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_reference_equals_plain_attention(
-    batch: Any, num_heads: int, num_kv_heads: int, window: int | None, softcap: float | None
+    batch: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    softcap: float | None,
+    tile_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("engine.device.attention.reference.TILE_ROWS", tile_rows)
     plan, requests, inputs, block_size = batch
     torch.manual_seed(1)
     key_dim, value_dim = 8, 6

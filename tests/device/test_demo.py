@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +124,9 @@ def test_a_second_preparation_converts_nothing(folder: Path, monkeypatch: Any) -
     assert demo.prepare_demo(quiet) == folder
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError("disk full"), ValueError("No space left on device"), KeyboardInterrupt()]
+)
 def test_a_half_written_conversion_is_never_used(
     tmp_path: Path, monkeypatch: Any, error: BaseException
 ) -> None:
@@ -130,10 +135,26 @@ def test_a_half_written_conversion_is_never_used(
         raise error
 
     monkeypatch.setattr(demo, "_convert", interrupted)
-    expected = ModelLoadError if isinstance(error, OSError) else KeyboardInterrupt
+    expected = ModelLoadError if isinstance(error, Exception) else KeyboardInterrupt
     with pytest.raises(expected):
         demo.prepare_demo(quiet, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_start_left_behind_is_removed(tmp_path: Path, monkeypatch: Any) -> None:
+    def convert(building: Path, progress: Any) -> None:
+        (building / "config.json").write_text("ours")
+
+    monkeypatch.setattr(demo, "_convert", convert)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    for name in (f"{child.pid}-x", "not-a-number", f"{os.getpid()}-at-work"):
+        (tmp_path / f"{demo.DEMO_FOLDER}.partial-{name}").mkdir()
+    demo.prepare_demo(quiet, tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        demo.DEMO_FOLDER,
+        f"{demo.DEMO_FOLDER}.partial-{os.getpid()}-at-work",
+    ]
 
 
 def test_the_slower_of_two_conversions_takes_the_other_ones(

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from engine.device.linear import FewRowLinear
+from engine.device.model import load_model
 from engine.request import FinishReason
 
 pytestmark = pytest.mark.device
@@ -90,6 +93,23 @@ def test_mixed_with_running_decodes(
     assert engine.pool.num_used == 0
 
 
+@pytest.mark.parametrize("chunk", [7, None])
+def test_float32_goes_through_the_few_row_products(
+    tiny: Any, make_engine: Any, make_request: Any, make_prompt: Any, chunk: int | None
+) -> None:
+    # float64 above never takes them; Qwen2's projections have biases, Gemma's have none.
+    served = load_model(str(tiny.folder), "float32", "cpu")
+    assert any(isinstance(m, FewRowLinear) for m in served._model.modules())
+    reference = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32).eval()
+    requests, tokens = [], []
+    for length in (3, 20, 45):
+        prompt = make_prompt(length, length)
+        tokens.append(generate(reference, prompt, NUM_NEW)[0])
+        requests.append(make_request(f"r{length}", prompt, NUM_NEW))
+    make_engine(served, chunk).run(requests, gap_steps=1)
+    assert [request.output_token_ids for request in requests] == tokens
+
+
 def test_one_forward_per_step_and_logits_only_where_sampled(
     tiny: Any, expected: Any, make_engine: Any, make_request: Any, monkeypatch: Any
 ) -> None:
@@ -119,19 +139,23 @@ def test_no_mask_spans_the_packed_batch(
     from engine.device.attention import reference
 
     cells: list[int] = []
-    original = reference._build_group
+    original = reference._Group.mask
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        group = original(*args, **kwargs)
-        cells.append(group.mask.numel())
-        return group
+    def counting(self: Any, window: int | None) -> Any:
+        mask = original(self, window)
+        cells.append(mask.numel())
+        return mask
 
-    monkeypatch.setattr(reference, "_build_group", counting)
+    monkeypatch.setattr(reference._Group, "mask", counting)
+    monkeypatch.setattr(reference, "TILE_ROWS", 16)
     engine = make_engine(tiny.served, None)
-    engine.run([make_request(f"r{i}", expected[70][0], 1) for i in range(8)])
-    # Eight prompts of 70 packed: 8·70² cells at most (and the same again for another window), where
-    # a mask over the packed batch would need (8·70)² each.
-    assert sum(cells) <= 2 * 8 * 70 * 70
+    requests = [make_request(f"r{i}", expected[70][0], 1) for i in range(8)]
+    engine.run(requests)
+    assert all(request.output_token_ids == expected[70][1][:1] for request in requests)
+    # Eight prompts of 70 packed would need (8·70)² cells in each of three layers. Tiles of 16 rows
+    # need at most 16·70 each, however long the chunk, and skip what lies after them.
+    assert max(cells) <= 8 * 16 * 70
+    assert sum(cells) <= 3 * 8 * (70 * 70) * 0.75
 
 
 def test_a_preempted_request_continues_as_if_undisturbed(

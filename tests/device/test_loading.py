@@ -11,6 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -135,12 +138,39 @@ def test_missing_weights(copy: Path) -> None:
     ("config", "reason"),
     [
         (T5Config(), "encoder-decoder"),
+        (
+            GptOssConfig(
+                vocab_size=40,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                num_local_experts=2,
+                max_position_embeddings=64,
+            ),
+            "s_aux|sinks",
+        ),
+        (
+            BertConfig(
+                vocab_size=40,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=64,
+            ),
+            "both directions|cannot be served",
+        ),
         (MambaConfig(), "max_position_embeddings|attention"),
     ],
-    ids=["encoder-decoder", "state-space"],
+    ids=["encoder-decoder", "attention sinks", "encoder", "state-space"],
 )
 def test_unsupported_architectures(tmp_path: Path, config: Any, reason: str) -> None:
     config.save_pretrained(tmp_path)
+    if not isinstance(config, (T5Config, MambaConfig)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         load_model(str(tmp_path), "auto", "cpu")
 

@@ -19,6 +19,25 @@ from engine.device.kv_cache import PagedKvCache
 
 ATTENTION_NAME = "paceline_paged"
 
+# Keywords that change nothing for a causal decoder at inference: positions are in the cache's
+# slots and in the rotated queries, dropout is off, the rest asks for outputs nobody reads.
+_HARMLESS_KEYWORDS = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "is_causal",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "layer_idx",
+        "cache",
+        "past_key_values",
+    }
+)
+
 
 class UnsupportedByBackendError(ValueError):
     """The chosen backend cannot serve this model or setting; the message says what to change."""
@@ -97,9 +116,21 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' models ask for it: heads first, shape (1, heads, num_tokens, dim)."""
+    """Attend as transformers' models ask for it: heads first, shape (1, heads, num_tokens, dim).
+
+    UnsupportedByBackendError on a keyword that we do not implement (attention sinks, a position
+    bias): dropping it would serve the model wrong. Seen at load, when the model is probed.
+    """
+    unknown = [k for k, v in others.items() if v is not None and k not in _HARMLESS_KEYWORDS]
+    if unknown or attention_mask is not None:
+        names = ", ".join(sorted(unknown)) or "attention_mask"
+        raise UnsupportedByBackendError(f"{type(module).__name__} attends with {names}")
+    if getattr(module, "sinks", None) is not None:
+        raise UnsupportedByBackendError(f"{type(module).__name__} has attention sinks")
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedByBackendError(f"{type(module).__name__} attends in both directions")
     call = AttentionCall(
         layer_idx=int(module.layer_idx),  # type: ignore[arg-type]  # every attention module has it
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -1,8 +1,8 @@
 """The `reference` backend: torch only, any device, exact; also the yardstick for the others.
 
 Owns the split of a packed batch into few dense groups. All decodes of similar context share one
-call; a long chunk is a call of its own; nothing loops over single requests in each layer, and no
-mask spans the packed batch.
+call; a long chunk is cut into tiles of query rows; nothing loops over single requests in each
+layer, and no mask spans the packed batch or a whole long chunk.
 """
 
 from __future__ import annotations
@@ -23,22 +23,57 @@ from engine.device.kv_cache import PagedKvCache
 # which one more call costs more than the padding does (scores: query rows times keys).
 _MAX_PADDING = 1.25
 _FREE_PADDING_SCORES = 4096
+# Query rows per tile: bounds the scores and the mask of one call to tile × context, and skips the
+# keys after a tile that no query in it may see.
+TILE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Pieces of requests, at most `TILE_ROWS` queries each; arrays of shape (n,).
+
+    `owner` is the request's row in the batch, `row` the piece's first packed row, `position` its
+    first query's position, `num_queries` its length, `first_key` the first position that it sees.
+    """
+
+    owner: IntArray
+    row: IntArray
+    position: IntArray
+    num_queries: IntArray
+    first_key: IntArray
+
+    @property
+    def num_keys(self) -> IntArray:
+        """Keys from the first that the piece sees to its own last position."""
+        return self.position + self.num_queries - self.first_key
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Requests that attend in one call, padded to common lengths.
+    """Pieces that attend in one call, padded to common lengths.
 
-    `rows` (B, q) are packed query rows (padding repeats row 0 of the request), `slots` (B, k) cache
-    slots of the keys, `mask` (B, 1, q, k) is True where a query may look, `packed` (n,) and
-    `padded` (n,) pair packed rows with positions in the flattened (B·q) output.
+    `rows` (B, q) are packed query rows (padding repeats the piece's first), `slots` (B, k) cache
+    slots of the keys, `q_positions` (B, q) and `k_positions` (B, k) where they stand (a padded key
+    stands beyond every query), `packed` (n,) and `padded` (n,) pair packed rows with positions in
+    the flattened (B·q) output.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
-    mask: torch.Tensor
+    q_positions: torch.Tensor
+    k_positions: torch.Tensor
     packed: torch.Tensor
     padded: torch.Tensor
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return (B, 1, q, k), True where a query may look.
+
+        Made anew in each layer: next to the scores it is cheap, and kept it would be the largest
+        thing in memory.
+        """
+        queries, keys = self.q_positions[:, None, :, None], self.k_positions[:, None, None, :]
+        visible = keys <= queries
+        return visible if window is None else visible & (keys > queries - window)
 
 
 class ReferenceAttention:
@@ -57,8 +92,9 @@ class ReferenceAttention:
         values = cache.values[call.layer_idx].flatten(0, 1)
         output = query.new_empty((query.shape[0], query.shape[1], values.shape[-1]))
         for group in _groups_of(inputs, cache.block_size, call.sliding_window, query.device):
+            mask = group.mask(call.sliding_window)
             attended = _attend_group(
-                query[group.rows], keys[group.slots], values[group.slots], group.mask, call
+                query[group.rows], keys[group.slots], values[group.slots], mask, call
             )
             output[group.packed] = attended.flatten(0, 1)[group.padded]
         return output
@@ -102,25 +138,37 @@ def _groups_of(
     key = ("reference", window)
     groups: list[_Group] | None = inputs.scratch.get(key)
     if groups is None:
-        first_keys = _first_keys(inputs, window)
+        tiles = _tiles_of(inputs, window)
         groups = [
-            _build_group(inputs, members, first_keys, block_size, window, device)
-            for members in _partition(inputs.query_lengths, inputs.context_lengths - first_keys)
+            _build_group(inputs, tiles, members, block_size, device)
+            for members in _partition(tiles.num_queries, tiles.num_keys)
         ]
         inputs.scratch[key] = groups
     return groups
 
 
-def _first_keys(inputs: StepInputs, window: int | None) -> IntArray:
-    """Return the first position that any query of each request may see, shape (B,)."""
-    if window is None:
-        return np.zeros_like(inputs.context_lengths)
-    first_keys: IntArray = np.maximum(0, inputs.context_lengths - inputs.query_lengths - window + 1)
-    return first_keys
+def _tiles_of(inputs: StepInputs, window: int | None) -> _Tile:
+    """Cut every request's queries into tiles."""
+    lengths = inputs.query_lengths
+    num_tiles = -(-lengths // TILE_ROWS)
+    owner = np.repeat(np.arange(len(lengths)), num_tiles)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    offset = number * TILE_ROWS
+    position = (inputs.context_lengths - lengths)[owner] + offset
+    first_key = np.zeros_like(position)
+    if window is not None:
+        first_key = np.maximum(0, position - window + 1)
+    return _Tile(
+        owner=owner,
+        row=(np.cumsum(lengths) - lengths)[owner] + offset,
+        position=position,
+        num_queries=np.minimum(TILE_ROWS, lengths[owner] - offset),
+        first_key=first_key,
+    )
 
 
 def _partition(query_lengths: IntArray, key_lengths: IntArray) -> list[IntArray]:
-    """Split requests into groups whose padding stays bounded; similar shapes end up together."""
+    """Split pieces into groups whose padding stays bounded; similar shapes end up together."""
     order = np.lexsort((key_lengths, query_lengths))
     groups: list[list[int]] = []
     needed = max_q = max_k = 0
@@ -139,36 +187,22 @@ def _partition(query_lengths: IntArray, key_lengths: IntArray) -> list[IntArray]
 
 
 def _build_group(
-    inputs: StepInputs,
-    members: IntArray,
-    first_keys: IntArray,
-    block_size: int,
-    window: int | None,
-    device: torch.device,
+    inputs: StepInputs, tiles: _Tile, members: IntArray, block_size: int, device: torch.device
 ) -> _Group:
-    q_len, context = inputs.query_lengths[members], inputs.context_lengths[members]
-    k_first = first_keys[members]
-    k_len = context - k_first
-    first_rows = (np.cumsum(inputs.query_lengths) - inputs.query_lengths)[members]
-
+    q_len, k_len = tiles.num_queries[members], tiles.num_keys[members]
     q_index = np.arange(int(q_len.max()))[None, :]
     is_query = q_index < q_len[:, None]
-    rows = first_rows[:, None] + np.where(is_query, q_index, 0)
-    q_position = (context - q_len)[:, None] + np.where(is_query, q_index, 0)
+    inside = np.where(is_query, q_index, 0)
+    rows = tiles.row[members, None] + inside
+    q_positions = tiles.position[members, None] + inside
 
     k_index = np.arange(int(k_len.max()))[None, :]
-    k_position = k_first[:, None] + np.where(k_index < k_len[:, None], k_index, 0)
-    slots = (
-        inputs.host_block_table[members[:, None], k_position // block_size] * block_size
-        + k_position % block_size
-    )
-
-    distance = q_position[:, :, None] - k_position[:, None, :]
-    is_visible = (distance >= 0) & (k_index < k_len[:, None])[:, None, :]
-    if window is not None:
-        is_visible &= distance < window
-    width = q_index.shape[1]
-    padded = (np.arange(len(members))[:, None] * width + q_index)[is_query]
+    is_key = k_index < k_len[:, None]
+    k_positions = tiles.first_key[members, None] + np.where(is_key, k_index, 0)
+    table = inputs.host_block_table[tiles.owner[members, None], k_positions // block_size]
+    slots = table * block_size + k_positions % block_size
+    beyond = int(inputs.context_lengths.max())
+    padded = (np.arange(len(members))[:, None] * q_index.shape[1] + q_index)[is_query]
 
     def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -176,7 +210,8 @@ def _build_group(
     return _Group(
         rows=on_device(rows),
         slots=on_device(slots),
-        mask=on_device(is_visible)[:, None],
+        q_positions=on_device(q_positions.astype(np.int32)),
+        k_positions=on_device(np.where(is_key, k_positions, beyond).astype(np.int32)),
         packed=on_device(rows[is_query]),
         padded=on_device(padded),
     )
