@@ -23,6 +23,8 @@ from engine.device.kv_cache import PagedKvCache
 # which one more call costs more than the padding does (scores: query rows times keys).
 _MAX_PADDING = 1.25
 _FREE_PADDING_SCORES = 4096
+# A group this large has paid for its call: growing it only costs memory.
+MAX_GROUP_SCORES = 1 << 20
 # Query rows per tile: bounds the scores and the mask of one call to tile × context, and skips the
 # keys after a tile that no query in it may see.
 TILE_ROWS = 256
@@ -177,7 +179,8 @@ def _partition(query_lengths: IntArray, key_lengths: IntArray) -> list[IntArray]
         if groups:
             new_q, new_k = max(max_q, q), max(max_k, k)
             padded = (len(groups[-1]) + 1) * new_q * new_k
-            if padded <= _MAX_PADDING * (needed + q * k) + _FREE_PADDING_SCORES:
+            allowed = _MAX_PADDING * (needed + q * k) + _FREE_PADDING_SCORES
+            if padded <= min(allowed, MAX_GROUP_SCORES):
                 groups[-1].append(int(index))
                 needed, max_q, max_k = needed + q * k, new_q, new_k
                 continue
