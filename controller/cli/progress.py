@@ -5,11 +5,27 @@ Owns how progress looks. Must not know what is being done.
 
 from __future__ import annotations
 
+import io
 import sys
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+
+class CurrentStderr(io.TextIOBase):
+    """Writes to whatever `sys.stderr` is at that moment.
+
+    A drawn bar replaces it while it is shown, so that lines appear above the bar and not in it.
+    """
+
+    def write(self, text: str) -> int:
+        """Write text; returns its length."""
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Flush what was written."""
+        sys.stderr.flush()
 
 
 class StartupProgress:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ import typer
 
 from controller.cli.banner import banner, status_line
 from controller.cli.options import with_settings
-from controller.cli.progress import StartupProgress
+from controller.cli.progress import CurrentStderr, StartupProgress
 from controller.config import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ def serve(
         typer.echo(json.dumps(settings.to_json(), indent=2))
         return
     listener = _listen(settings)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        handlers=[logging.StreamHandler(CurrentStderr())],
+    )
+    # Libraries that draw bars of their own would garble ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     with contextlib.closing(listener):
         failure = asyncio.run(_serve(settings, listener))
     if failure is not None:

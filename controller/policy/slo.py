@@ -1,6 +1,6 @@
 """Promises: an SLO, the instants it implies, and whether it was kept (control.md section 1).
 
-Owns targets, deadlines, pacing and judging. Must not read a clock: every instant is handed in.
+Owns targets, deadlines and judging. Must not read a clock: every instant is handed in.
 """
 
 from __future__ import annotations
@@ -135,23 +135,6 @@ class Promise:
         self.num_tokens_on_time += at <= deadline_at
         self.num_tokens = number
         self.last_token_at = at
-
-    def next_due(self, pace: float, bank: float, gap_limit_s: float) -> float:
-        """When the next token should be out: last + pace·p, plus `bank` of the slack up to D_n, at
-        most last + gap limit.
-
-        `pace` is a share of p, `bank` in [0, 1]. Before the first token it is D_1.
-        """
-        last_at = self.last_token_at
-        if last_at is None:
-            return self.first_deadline_at
-        tpot_s = self.slo.tpot_s
-        if tpot_s is None:
-            return last_at + gap_limit_s
-        due_at = last_at + pace * tpot_s
-        if bank > 0.0:
-            due_at += bank * max(0.0, self.token_deadline_at(self.num_tokens + 1) - due_at)
-        return min(due_at, last_at + gap_limit_s)
 
     def judge(self) -> Judgement:
         """Return what became of the promise, given the tokens recorded so far (control.md section

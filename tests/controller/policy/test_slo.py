@@ -19,7 +19,6 @@ def test_deadlines_before_the_first_token_start_at_d1() -> None:
     p = promise()
     assert p.token_deadline_at(1) == 11.0
     assert p.token_deadline_at(3) == pytest.approx(11.2)
-    assert p.next_due(0.95, 0.0, 1.0) == 11.0
     with pytest.raises(ValueError, match="counts from 1"):
         p.token_deadline_at(0)
 
@@ -56,7 +55,6 @@ def test_targets_that_are_absent_bound_nothing() -> None:
     p.record_token(12.0)
     assert p.base_at == 12.0
     assert math.isinf(p.token_deadline_at(2))
-    assert p.next_due(0.95, 0.0, 1.0) == 13.0
     assert p.judge().attained is None
     assert p.slo.is_best_effort
 
@@ -65,15 +63,6 @@ def test_without_a_ttft_target_the_schedule_starts_at_the_first_token() -> None:
     p = promise(ttft=None)
     p.record_token(50.0)
     assert p.token_deadline_at(2) == pytest.approx(50.1)
-
-
-def test_pacing_stays_under_the_target_and_the_gap_limit_wins() -> None:
-    p = promise(tpot=1.0)
-    p.record_token(10.5)
-    assert p.next_due(0.95, 0.0, 5.0) == pytest.approx(11.45)
-    assert p.next_due(0.95, 1.0, 5.0) == pytest.approx(12.0)
-    assert p.next_due(0.95, 0.5, 5.0) == pytest.approx(11.725)
-    assert p.next_due(0.95, 1.0, 0.3) == pytest.approx(10.8)
 
 
 def test_judging_means_and_maxima() -> None:
