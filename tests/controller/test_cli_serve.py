@@ -13,13 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from controller.cli.main import app
 from controller.config import Settings
+from tests.tiny_llama import save_tiny_llama
 
 COMMAND = [sys.executable, "-c", "from controller.cli.main import main; main()"]
 
@@ -99,20 +97,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        pad_token="<pad>",
-    ).save_pretrained(path)  # fmt: skip
+    save_tiny_llama(path, num_words=60, vocab_size=64, max_len=256)
     return path
 
 

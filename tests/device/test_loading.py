@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     GptOssConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
-    PreTrainedTokenizerFast,
     T5Config,
 )
 
 from engine.device.loading import DeviceOptions, load_engine
 from engine.device.model import ModelLoadError, load_model
 from engine.device.tokenizer import HubTokenizer, load_tokenizer
+from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.device
 
@@ -36,20 +33,7 @@ def quiet(done: int, total: int, description: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a word tokenizer, as any local directory would hold it."""
     path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(30))]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        pad_token="<pad>",
-    ).save_pretrained(path)  # fmt: skip
+    save_tiny_llama(path, num_words=30, vocab_size=40, max_len=128)
     return path
 
 
