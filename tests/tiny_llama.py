@@ -12,7 +12,7 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 
 
 def save_tiny_llama(folder: Path, *, num_words: int, vocab_size: int, max_len: int) -> None:
-    """Write weights, configuration and a tokenizer whose words are w0, w1, ...; ids follow SPECIAL."""
+    """Write weights, configuration and a tokenizer of the words w0, w1, ... after SPECIAL."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=2,

@@ -114,7 +114,15 @@ def judge_queue(
         done_s = np.where(is_late, last_s, done_s)
         ttft_s = now + done_s - queue.arrived_at
         verdicts |= _on_late(
-            queue, np.flatnonzero(is_late), ttft_s, now, alone_tokens, config, cost_model, tolerance
+            queue,
+            np.flatnonzero(is_late),
+            ttft_s,
+            now,
+            alone_tokens,
+            config,
+            cost_model,
+            tolerance,
+            is_empty=not view.running and not view.preempted,
         )
     if not verdicts and not is_late.any():
         return Judged(
@@ -186,17 +194,21 @@ def _on_late(
     config: PolicyConfig,
     cost_model: CostModel,
     tolerance: float,
+    *,
+    is_empty: bool,
 ) -> dict[str, Admission]:
     """Verdicts on the waiting ones among those that will miss their first-token target."""
     late_waiting = [i for i in late.tolist() if queue.requests[i].phase is RequestPhase.WAITING]
     if not late_waiting:
         return {}
     requests = [queue.requests[i] for i in late_waiting]
-    alone = predict_alone(cost_model, requests, alone_tokens)
+    first_token_s = predict_alone(cost_model, requests, alone_tokens).first_token_s
+    if is_empty and len(queue) == 1:
+        # This is the idle server: its chunks keep the gap limit, so it may need longer than one
+        # unbounded step, and to come back later would not help.
+        first_token_s = np.maximum(first_token_s, ttft_s[late] - (now - queue.arrived_at[late]))
     verdicts: dict[str, Admission] = {}
-    for i, request, alone_s in zip(
-        late_waiting, requests, alone.first_token_s.tolist(), strict=True
-    ):
+    for i, request, alone_s in zip(late_waiting, requests, first_token_s.tolist(), strict=True):
         verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config, tolerance)
         if verdict is not None:
             verdicts[request.request_id] = verdict

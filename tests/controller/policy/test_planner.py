@@ -223,6 +223,16 @@ def test_an_empty_engine_now_and_then_tries_what_the_model_calls_unreachable() -
     assert action(8, near, running=busy) is AdmissionAction.REJECT
 
 
+@pytest.mark.parametrize("ttft_s", [0.5, 0.8, 1.0, 1.05, 1.1])
+def test_an_idle_server_never_says_come_back_later(ttft_s: float) -> None:
+    # 1,500 tokens in chunks that keep the gap limit of 1 s: late here means late always.
+    step = plan(view_of(waiting=[waiting("p", 1500, slo=Slo(ttft_s=ttft_s))]))
+    (verdict,) = step.admissions
+    assert verdict.reason in ("ttft_unreachable", "admitted")
+    assert (verdict.reason == "admitted") == ((verdict.predicted_ttft_s or 0.0) <= ttft_s)
+    assert verdict.retry_after_s is None
+
+
 def test_the_least_worthy_gives_way_when_blocks_run_out() -> None:
     def full(name: str, slo: Slo | None, weight: float = 1.0) -> Request:
         return decode(name, slo=slo, of=slo_class(weight=weight))
