@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
-from controller.policy.ordering import class_name
+from controller.policy.ordering import class_name, live_promise
 from controller.policy.streams import StreamRoom, paced_target_s
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
@@ -187,6 +187,11 @@ class Intake:
             seats -= 1
             headroom -= needed
         return delays
+
+    def longest_stream_s(self, step_s: float) -> float:
+        """Predict when the last running request with a promise has ended, at `step_s` a token."""
+        steps = [self._steps_left(r) for r in self._running if live_promise(r) is not None]
+        return max(steps, default=0) * step_s
 
     def _copy_room(self) -> StreamRoom | None:
         return None if self._room is None else self._room.copy()

@@ -94,13 +94,21 @@ def judge_queue(
     # Where the decodes leave no room at all, prompts still get one block per turn.
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
     work_s, done_s = drain_s(curve, queue, pacing.period_s, quota_rate, config.upper_share)
+    if pacing.tightest_id is not None:
+        # The streams that hold the rate down end one day, and the rest is then done without them.
+        end_s = intake.longest_stream_s(pacing.decode_s)
+        free_period_s = config.pace * pacing.gap_limit_s
+        free_s, free_done_s = drain_s(curve, queue, free_period_s, quota_rate, config.upper_share)
+        is_sooner = end_s + free_done_s < done_s
+        work_s = np.where(is_sooner, free_s, work_s)
+        done_s = np.where(is_sooner, end_s + free_done_s, done_s)
     left_s = queue.deadline_at - now
     work_left_s = left_s - (done_s - np.cumsum(work_s))
     is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
-    # Work is not all: who finds no seat or no blocks waits for somebody to end.
+    # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
+    # hold little but decodes, since it is just the prompts that cannot come in.
     kept = np.flatnonzero(~is_late)
-    step_s = float(np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.mean_s))
-    delays_s = intake.start_delays_s([queue.requests[i] for i in kept.tolist()], step_s)
+    delays_s = intake.start_delays_s([queue.requests[i] for i in kept.tolist()], pacing.decode_s)
     if delays_s is not None:
         started_s = np.array(delays_s) + work_s[kept]
         done_s[kept] = np.maximum(done_s[kept], started_s)
