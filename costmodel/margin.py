@@ -8,7 +8,7 @@ coefficient.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
@@ -112,7 +112,12 @@ class ConformalMargin:
         return margin * _WIDENING if self._is_widened else margin
 
     def _from_spread(self) -> float:
-        squares = sum(score * score for score in self._sorted if score > 0.0)
+        positive = self._sorted[bisect_right(self._sorted, 0.0) :]
+        squares = 0.0
+        if positive:
+            # One step out of line counts as far as the others bear it out (winsorised).
+            cap = max(2.0 * self._prior, 3.0 * positive[len(positive) // 2])
+            squares = sum(min(score, cap) ** 2 for score in positive)
         prior = _PRIOR_SCORES * (self._prior / _SPREADS) ** 2
         spread = math.sqrt((prior + squares) / (_PRIOR_SCORES + len(self._sorted)))
         largest = max(self._prior, self._sorted[-1]) if self._sorted else self._prior

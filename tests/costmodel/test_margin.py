@@ -33,6 +33,16 @@ def test_few_scores_narrow_the_prior_slowly_and_one_bad_step_does_not_rule() -> 
     assert margin.margin > 0.75
 
 
+def test_a_lone_outlier_counts_only_so_far() -> None:
+    lone, usual = ConformalMargin(0.12), ConformalMargin(0.12)
+    _run(lone, [0.55, *[0.02] * 11])
+    _run(usual, [0.02] * 12)
+    assert usual.margin < lone.margin < 0.15
+    many = ConformalMargin(0.12)
+    _run(many, [0.55, 0.5, 0.6, 0.02] * 3)
+    assert many.margin > 0.5
+
+
 def test_steps_faster_than_predicted_do_not_widen_the_bound() -> None:
     fast, still = ConformalMargin(), ConformalMargin()
     _run(fast, [-0.4] * 12)
