@@ -42,7 +42,7 @@ class PolicyConfig:
     """
 
     pace: float = 0.95
-    upper_pace: float = 1.1
+    upper_pace: float = 1.2
     bank: float = 0.0
     gap_limit_s: float = 1.0
     token_budget: int | None = None
