@@ -63,7 +63,6 @@ class EngineLoop:
         self._step_no = 0
         self._previous_end_at: float | None = None
         self._is_draining = False
-        self.num_listener_failures = 0
 
     @property
     def step_no(self) -> int:
@@ -314,7 +313,6 @@ class EngineLoop:
                 listener.on_step(report, named)
             except Exception:
                 # Whoever only watches must not end anybody's request.
-                self.num_listener_failures += 1
                 logger.exception("a listener failed in step %d", report.step_no)
         return report
 

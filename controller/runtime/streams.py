@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
-from controller.policy.slo import Promise
+from controller.runtime.feedback import promise_of
 from controller.runtime.generation import (
     AdmissionEvent,
     FinishedEvent,
@@ -124,8 +124,7 @@ def _deliver_all(deliveries: list[tuple[Stream, list[GenerationEvent]]]) -> None
 
 def finished_event(request: Request) -> FinishedEvent:
     """Return the last event of an ended request; its `promise` must be a `Promise`."""
-    promise = request.promise
-    assert isinstance(promise, Promise)  # noqa: S101 - set by the service for every request
+    promise = promise_of(request)
     judged = promise.judge()
     started_at = request.first_scheduled_at
     return FinishedEvent(
