@@ -20,6 +20,7 @@ from engine.step import (
     AdmissionAction,
     EmittedToken,
     SampledToken,
+    StepOutput,
     StepPlan,
     StepReport,
 )
@@ -109,9 +110,9 @@ class EngineLoop:
         planned_at = self._clock.now()
         self._apply_preemptions(plan)
         self._apply_admissions(plan, planned_at)
-        sampled, failure = self._execute(plan, planned_at)
+        output, failure = self._execute(plan, planned_at)
         executed_at = self._clock.now()
-        tokens = self._commit(plan, sampled, failure, executed_at)
+        tokens = self._commit(plan, output.tokens, failure, executed_at)
         return self._report(
             plan, tokens, failure, started_at, planned_at - now, executed_at - planned_at
         )
@@ -157,8 +158,8 @@ class EngineLoop:
         )
 
     def _apply_preemptions(self, plan: StepPlan) -> None:
-        for request_id in plan.preemptions:
-            request = self._known(request_id)
+        for preemption in plan.preemptions:
+            request = self._known(preemption.request_id)
             self._move(request, RequestPhase.PREEMPTED)
             self._release_blocks(request)
             request.num_computed_tokens = 0
@@ -173,9 +174,9 @@ class EngineLoop:
             elif admission.action is AdmissionAction.ADMIT and request.admitted_at is None:
                 request.admitted_at = now
 
-    def _execute(self, plan: StepPlan, now: float) -> tuple[Sequence[SampledToken], str | None]:
+    def _execute(self, plan: StepPlan, now: float) -> tuple[StepOutput, str | None]:
         if not plan.work:
-            return (), None
+            return StepOutput(), None
         num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
         if num_tokens > self._config.max_num_batched_tokens:
             raise PlanError(
@@ -203,7 +204,7 @@ class EngineLoop:
         try:
             return self._runner.execute(plan, batch), None
         except Exception as error:
-            return (), f"{type(error).__name__}: {error}"
+            return StepOutput(), f"{type(error).__name__}: {error}"
 
     def _start(self, request: Request, now: float) -> None:
         if request.admitted_at is None:
@@ -321,7 +322,7 @@ class EngineLoop:
         for request_id in (
             *(work.request_id for work in plan.work),
             *(admission.request_id for admission in plan.admissions),
-            *plan.preemptions,
+            *(preemption.request_id for preemption in plan.preemptions),
         ):
             if request_id not in named:
                 named[request_id] = self._requests[request_id]

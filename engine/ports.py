@@ -6,12 +6,12 @@ Owns protocols and the frozen view a planner sees. Must not hold an implementati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.request import Request, RequestPhase
-from engine.step import Admission, SampledToken, StepPlan, StepReport
+from engine.step import Admission, StepOutput, StepPlan, StepReport
 
 
 class RequestView(Protocol):
@@ -42,6 +42,8 @@ class RequestView(Protocol):
     @property
     def block_table(self) -> Sequence[int]: ...
     @property
+    def host_block_table(self) -> Sequence[int]: ...
+    @property
     def admission(self) -> Admission | None: ...
     @property
     def admitted_at(self) -> float | None: ...
@@ -59,7 +61,11 @@ class EngineView:
     be changed.
 
     `waiting` is in arrival order, `running` in order of admission, `preempted` in order of
-    preemption. Free blocks exclude those that running requests hold.
+    preemption. Free blocks exclude those that running requests hold; blocks that only the prefix
+    cache remembers are free. `count_unheld` tells how many blocks of a table nobody holds: a
+    waiting or preempted request whose table names cached blocks takes that many of the free ones
+    when it starts, beside the ones that it has to fill. A swapped request (`host_block_table`)
+    takes as many as it left. `num_free_host_blocks` bounds what a plan may swap.
     """
 
     now: float
@@ -75,6 +81,8 @@ class EngineView:
     max_num_batched_tokens: int
     max_waiting_requests: int
     is_draining: bool = False
+    num_free_host_blocks: int = 0
+    count_unheld: Callable[[Sequence[int]], int] = len
 
 
 class Planner(Protocol):
@@ -85,17 +93,33 @@ class Planner(Protocol):
         ...
 
 
+class DeviceLostError(RuntimeError):
+    """The device is gone for good (a CUDA context after a fault, say): no request can go on."""
+
+
 class ModelRunner(Protocol):
     """Executes a plan on a device (or pretends to, in the simulator)."""
 
-    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         """Compute the plan's work in ONE forward pass and sample where a request's known tokens are
-        complete.
+        complete; score prompt tokens for requests that ask.
 
         `requests` maps every id in `plan.work` to its request, whose block table already covers the
-        work. Must not change a request. Raises on broken hardware or a poisoned batch; nothing is
-        committed then.
+        work. Must not change a request, and executing the same work again gives the same tokens:
+        after an exception the loop runs parts of the plan to find whose fault it was. Raises
+        DeviceLostError when trying again is pointless.
         """
+        ...
+
+    def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copy the KV of `blocks` to `host_blocks` (same length) before anything else is written.
+
+        Returns once the device blocks may be overwritten.
+        """
+        ...
+
+    def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy the KV of `host_blocks` back to `blocks` (same length) before the next execute."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -52,7 +52,9 @@ class SamplingParams:
 
     `temperature` 0 means greedy. `top_k` 0 and `top_p` 1 switch their filters off. `num_logprobs`
     None asks for no log-probabilities, 0 for the chosen token's only. `logit_bias` maps token ids
-    to an additive bias.
+    to an additive bias. Draws depend on `seed` and the index of the output token alone; None draws
+    from a seed that the sampler derives from the request's id. `num_prompt_logprobs` None scores no
+    prompt token, 0 the tokens of the prompt alone, n the n likeliest beside each.
     """
 
     temperature: float = 0.0
@@ -67,6 +69,7 @@ class SamplingParams:
     num_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -78,9 +81,17 @@ class SamplingParams:
 class Request:
     """One generation asked by a client. Only the loop changes it.
 
-    `max_tokens` bounds the output. `stop_token_ids` of the sampling parameters hold everything that
-    ends it, the end-of-text id included. Instants are on the loop's clock. `promise` is opaque to
-    the engine.
+    `max_tokens` bounds the output; 0 ends the request once its prompt is computed. `stop_token_ids`
+    of the sampling parameters hold everything that ends it, the end-of-text id included. Instants
+    are on the loop's clock. `promise` is opaque to the engine.
+
+    KV: `block_table` holds the blocks of a running request; of a waiting or preempted one, those of
+    the prefix cache that hold its beginning (not owned, see `engine.prefix`), and then
+    `num_computed_tokens` counts the tokens that they spare. `host_block_table` holds what was moved
+    to host memory. `block_hashes` names each full block of known tokens, as far as computed;
+    `cache_salt` keeps requests apart that must not share. `num_cached_tokens` is what the prefix
+    cache spared when the request first started. `num_scored_tokens` counts the prompt tokens whose
+    scores were delivered.
     """
 
     request_id: str
@@ -93,6 +104,11 @@ class Request:
     num_computed_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+    host_block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str | None = None
+    num_cached_tokens: int = 0
+    num_scored_tokens: int = 0
     admission: Admission | None = None
     admitted_at: float | None = None
     first_scheduled_at: float | None = None

@@ -7,6 +7,7 @@ decision record and the admission reasons travel through the engine unread.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -15,6 +16,15 @@ class WorkKind(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class PreemptionMethod(enum.StrEnum):
+    """What becomes of a preempted request's KV: dropped and computed again, or moved to host memory
+    and back.
+    """
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
 
 
 class AdmissionAction(enum.StrEnum):
@@ -65,6 +75,14 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """Who gives way, and how. A swap needs as many free host blocks as the request holds."""
+
+    request_id: str
+    method: PreemptionMethod = PreemptionMethod.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
 class StepDecision:
     """Why the step is what it is (read back from telemetry; the engine never reads it).
 
@@ -99,7 +117,7 @@ class StepPlan:
 
     work: tuple[StepWork, ...] = ()
     admissions: tuple[Admission, ...] = ()
-    preemptions: tuple[str, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
     decision: StepDecision | None = None
 
     @property
@@ -141,6 +159,37 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """How likely a prompt token was after the tokens before it; `rank` 1 is the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of consecutive prompt tokens, `start` being the first one's position.
+
+    A chunk that computes positions s..e-1 scores the tokens at s+1..e (the token after the last
+    prompt token is sampled, not scored); the token at position 0 has no score.
+    """
+
+    request_id: str
+    start: int
+    tokens: tuple[PromptToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a runner brings back from one forward pass."""
+
+    tokens: Sequence[SampledToken] = ()
+    prompt_scores: Sequence[PromptScores] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EmittedToken:
     """A sampled token after commit.
 
@@ -162,8 +211,11 @@ class StepReport:
     `duration_s` is wall time from the start of this step to the start of the next one (planning,
     bookkeeping and the observers of the step before included), because that is the gap a stream
     sees; `planner_s` and `execute_s` are parts of it. `is_executed` is False where the plan held no
-    work (only refusals, say) and nothing was timed that a cost model could learn from. Counts of
-    requests and blocks are those after commit.
+    work (only refusals, say) or one forward was not enough, and nothing was timed that a cost model
+    could learn from. `num_retries` counts the forwards beyond the first, made to find the request
+    that fails; `num_swapped_blocks` the blocks moved to host memory or back. Counts of requests and
+    blocks are those after commit; used blocks are held by requests, cached ones are free but still
+    hold the keys and values of a known prefix.
     """
 
     step_no: int
@@ -179,5 +231,11 @@ class StepReport:
     num_blocks_used: int
     num_blocks_total: int
     tokens: tuple[EmittedToken, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()
     finished: tuple[str, ...] = ()
     failure: str | None = None
+    num_retries: int = 0
+    num_swapped_blocks: int = 0
+    num_blocks_cached: int = 0
+    num_host_blocks_used: int = 0
+    num_host_blocks_total: int = 0

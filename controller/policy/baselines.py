@@ -15,7 +15,15 @@ from controller.policy.kv import BlockLedger
 from controller.policy.ordering import live_promise
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
-from engine.step import Admission, AdmissionAction, StepDecision, StepPlan, StepWork, WorkKind
+from engine.step import (
+    Admission,
+    AdmissionAction,
+    Preemption,
+    StepDecision,
+    StepPlan,
+    StepWork,
+    WorkKind,
+)
 
 
 class StaticPlanner:
@@ -66,7 +74,7 @@ class StaticPlanner:
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
-            preemptions=tuple(request.request_id for request in victims),
+            preemptions=tuple(Preemption(request.request_id) for request in victims),
             decision=StepDecision(
                 policy=self._name,
                 token_budget=budget,

@@ -35,7 +35,7 @@ from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
-from engine.step import StepDecision, StepPlan, StepWork, WorkKind
+from engine.step import Preemption, StepDecision, StepPlan, StepWork, WorkKind
 
 __all__ = ["PolicyConfig", "SloPlanner"]
 
@@ -133,7 +133,7 @@ class SloPlanner:
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
-            preemptions=tuple(request.request_id for request in victims),
+            preemptions=tuple(Preemption(request.request_id) for request in victims),
             decision=self._decision(load, chunks, pacing, budget),
         )
 

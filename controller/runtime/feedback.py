@@ -15,7 +15,7 @@ from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from engine.clock import Clock
 from engine.request import FinishReason, Request
-from engine.step import AdmissionAction, StepReport
+from engine.step import AdmissionAction, PreemptionMethod, StepReport
 from store.records import EventKind, EventRecord, Record, RequestRecord, StepRecord
 
 
@@ -259,10 +259,11 @@ def _events(
             at=at,
             event_kind=EventKind.PREEMPTION,
             reason="kv_blocks",
-            request_id=request_id,
+            request_id=preemption.request_id,
             step_no=report.step_no,
+            numbers={"is_swapped": preemption.method is PreemptionMethod.SWAP},
         )
-        for request_id in report.plan.preemptions
+        for preemption in report.plan.preemptions
     ]
     if report.failure is not None:
         events.append(

@@ -16,7 +16,7 @@ from engine.device.kv_cache import PagedKvCache
 from engine.device.model import DecoderModel
 from engine.device.sampler import Sampler
 from engine.request import Request
-from engine.step import SampledToken, StepPlan
+from engine.step import StepOutput, StepPlan
 
 
 class TorchRunner:
@@ -37,7 +37,7 @@ class TorchRunner:
         self._sampler = Sampler(seed)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         """Run the step; returns once the sampled ids are on the host."""
         inputs = build_inputs(plan, requests, self._cache.block_size, self._model.device)
         logits = self._model.logits(
@@ -46,7 +46,15 @@ class TorchRunner:
             inputs.sample_rows,
             PagedStepContext(inputs, self._cache, self._backend),
         )
-        return self._sampler.sample(logits, [requests[i] for i in inputs.sample_ids])
+        return StepOutput(self._sampler.sample(logits, [requests[i] for i in inputs.sample_ids]))
+
+    def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copy pages to host memory."""
+        raise NotImplementedError
+
+    def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy pages back."""
+        raise NotImplementedError
 
     def forget(self, request_id: str) -> None:
         """Drop the request's random generator."""

@@ -28,10 +28,7 @@ from engine.config import EngineConfig
 from engine.loop import EngineLoop
 from engine.ports import EngineView
 from engine.request import Request
-from engine.step import (
-    SampledToken,
-    StepPlan,
-)
+from engine.step import SampledToken, StepOutput, StepPlan
 
 CONFIG = EngineConfig(block_size=4, num_blocks=64, max_model_len=128, max_num_seqs=8)
 STEP_S = 0.25
@@ -50,18 +47,26 @@ class GatedRunner:
         self.released = threading.Event()
         self.holds: Callable[[Mapping[str, Request]], bool] = lambda requests: False
 
-    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> Sequence[SampledToken]:
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         self.is_inside.set()
         assert self.gate.wait(30)
         assert not self.holds(requests) or self.released.wait(30)
         if self.error is not None:
             raise self.error
         self.clock.advance(STEP_S)
-        return [
-            SampledToken(work.request_id, 40 + requests[work.request_id].num_output_tokens)
-            for work in plan.work
-            if work.num_context_tokens == requests[work.request_id].num_known_tokens
-        ]
+        return StepOutput(
+            [
+                SampledToken(work.request_id, 40 + requests[work.request_id].num_output_tokens)
+                for work in plan.work
+                if work.num_context_tokens == requests[work.request_id].num_known_tokens
+            ]
+        )
+
+    def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        raise NotImplementedError
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)

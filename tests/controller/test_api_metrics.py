@@ -19,6 +19,7 @@ from engine.step import (
     Admission,
     AdmissionAction,
     EmittedToken,
+    Preemption,
     StepDecision,
     StepPlan,
     StepReport,
@@ -195,7 +196,7 @@ def test_no_deadline_is_not_a_slack_of_zero() -> None:
 
 def test_failures_and_preemptions_are_counted() -> None:
     metrics = new_metrics()
-    plan = StepPlan(preemptions=("r", "s"))
+    plan = StepPlan(preemptions=(Preemption("r"), Preemption("s")))
     metrics.on_step(report(1, plan=plan, is_executed=False, failure="boom"), {})
     assert value(metrics, "paceline_step_failures_total") == 1
     assert value(metrics, "vllm:num_preemptions_total") == 2

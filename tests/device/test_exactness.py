@@ -165,7 +165,7 @@ def test_a_preempted_request_continues_as_if_undisturbed(
 ) -> None:
     from dataclasses import replace
 
-    from engine.step import StepPlan
+    from engine.step import Preemption, StepPlan
 
     class Preempting:
         """Preempts `victim` once, at the given step, by a planner that otherwise runs everyone."""
@@ -178,7 +178,7 @@ def test_a_preempted_request_continues_as_if_undisturbed(
             running = {request.request_id for request in view.running}
             if view.step_no == self.step_no and "victim" in running:
                 work = tuple(item for item in plan.work if item.request_id != "victim")
-                return replace(plan, work=work, preemptions=("victim",))
+                return replace(plan, work=work, preemptions=(Preemption("victim"),))
             return plan
 
     num_preempted = 0

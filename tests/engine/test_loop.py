@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,7 +23,8 @@ from engine.simulated import SimulatedRunner
 from engine.step import (
     Admission,
     AdmissionAction,
-    SampledToken,
+    Preemption,
+    StepOutput,
     StepPlan,
     StepReport,
     StepWork,
@@ -82,9 +83,7 @@ def harness() -> Harness:
     failures: list[str] = []
 
     class Runner(SimulatedRunner):
-        def execute(
-            self, plan: StepPlan, requests: Mapping[str, Request]
-        ) -> Sequence[SampledToken]:
+        def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
             if failures:
                 raise RuntimeError(failures.pop())
             return super().execute(plan, requests)
@@ -232,13 +231,13 @@ def test_a_failed_step_commits_nothing_and_others_go_on(harness: Harness) -> Non
 
 def test_a_row_without_a_token_ends_alone(harness: Harness) -> None:
     class Poisoned(SimulatedRunner):
-        def execute(
-            self, plan: StepPlan, requests: Mapping[str, Request]
-        ) -> Sequence[SampledToken]:
-            return [
-                replace(token, failure="not finite") if token.request_id == "bad" else token
-                for token in super().execute(plan, requests)
-            ]
+        def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
+            return StepOutput(
+                [
+                    replace(token, failure="not finite") if token.request_id == "bad" else token
+                    for token in super().execute(plan, requests).tokens
+                ]
+            )
 
     loop = EngineLoop(
         Everyone(),
@@ -284,7 +283,7 @@ def test_preemption_drops_blocks_and_recomputes(harness: Harness) -> None:
     for _ in range(3):
         harness.loop.step()
     assert request.num_output_tokens == 2
-    harness.planner.change = lambda view, plan: StepPlan(preemptions=("a",))
+    harness.planner.change = lambda view, plan: StepPlan(preemptions=(Preemption("a"),))
     report = harness.loop.step()
     assert report is not None
     assert request.phase is RequestPhase.PREEMPTED
@@ -303,7 +302,7 @@ SPOILED: dict[str, Callable[[EngineView, StepPlan], StepPlan]] = {
     "none": lambda v, p: replace(p, work=(replace(p.work[0], num_tokens=0),)),
     "stale": lambda v, p: replace(p, work=(replace(p.work[0], num_computed_tokens=3),)),
     "not admitted": lambda v, p: replace(p, admissions=()),
-    "unknown preemption": lambda v, p: replace(p, preemptions=("x",)),
+    "unknown preemption": lambda v, p: replace(p, preemptions=(Preemption("x"),)),
 }
 
 

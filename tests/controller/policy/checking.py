@@ -31,7 +31,7 @@ def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None
     everybody: dict[str, RequestView] = {
         r.request_id: r for group in (view.waiting, view.running, view.preempted) for r in group
     }
-    gone = set(plan.preemptions)
+    gone = {preemption.request_id for preemption in plan.preemptions}
     assert len(gone) == len(plan.preemptions)
     assert all(everybody[i].phase is RequestPhase.RUNNING for i in gone)
     ids = [w.request_id for w in plan.work]

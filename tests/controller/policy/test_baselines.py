@@ -7,7 +7,7 @@ import pytest
 from controller.policy.baselines import StaticPlanner, WholePromptPlanner
 from controller.policy.slo import Slo
 from engine.ports import EngineView, Planner
-from engine.step import StepPlan
+from engine.step import Preemption, StepPlan
 from tests.controller.policy.checking import CheckedPlanner
 from tests.controller.policy.doubles import decode, running, view_of, waiting
 
@@ -81,7 +81,7 @@ def test_a_started_prompt_without_blocks_lets_the_next_one_on() -> None:
 def test_the_latest_gives_way() -> None:
     streams = [decode("old", at=0.0), decode("new", at=1.0)]
     step = plan(StaticPlanner(64), view_of(running=streams, num_free=0))
-    assert step.preemptions == ("new",)
+    assert step.preemptions == (Preemption("new"),)
     assert sizes(step) == [("old", 1)]
 
 

@@ -245,7 +245,8 @@ def test_the_least_worthy_gives_way_when_blocks_run_out() -> None:
     many = [full("tight", tight), begun, full("loose", loose), heavy, full("any", Slo(ttft_s=1.0))]
 
     def victims(*requests: Request) -> tuple[str, ...]:
-        return plan(view_of(running=requests, num_free=0)).preemptions
+        victims = plan(view_of(running=requests, num_free=0)).preemptions
+        return tuple(preemption.request_id for preemption in victims)
 
     assert victims(free, *many) == ("free", "any")
     assert victims(*many) == ("any", "begun")
