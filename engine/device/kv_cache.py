@@ -12,12 +12,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """Shape of one attention layer's cache: heads, and head widths that may differ (MLA)."""
+    """What one attention layer asks of its cache and of a backend.
+
+    Head widths of keys and values may differ (MLA). `num_heads` counts query heads (0 where nobody
+    asked), `softcap` is as in `AttentionCall`.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
+    num_heads: int = 0
+    softcap: float | None = None
 
     def num_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's key and value take in this layer."""

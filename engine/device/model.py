@@ -46,6 +46,8 @@ class _Probe:
             key_dim=key.shape[2],
             value_dim=value.shape[2],
             sliding_window=call.sliding_window,
+            num_heads=query.shape[1],
+            softcap=call.softcap,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
