@@ -58,6 +58,9 @@ class DecoderModel:
     def __init__(self, model: Any, name: str) -> None:
         _check_servable(model.config, type(model))
         model.set_attn_implementation(ATTENTION_NAME)
+        if next(model.parameters()).dtype is torch.float64:
+            # The grouped product that experts use by default knows no float64.
+            model.set_experts_implementation("eager")
         use_few_row_linear(model)
         self._model = model.eval()
         self.name = name

@@ -31,6 +31,7 @@ _HARMLESS_KEYWORDS = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
         "layer_idx",
         "cache",
