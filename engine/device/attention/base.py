@@ -8,6 +8,7 @@ batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from engine.device.inputs import StepInputs
-from engine.device.kv_cache import PagedKvCache
+from engine.device.kv_cache import LayerGeometry, PagedKvCache
 
 ATTENTION_NAME = "paceline_paged"
 
@@ -59,15 +60,37 @@ class AttentionCall:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a packed batch over the paged cache."""
+    """Causal attention of a packed batch over the paged cache.
+
+    Slots that no token of the batch may see are never read in a way that matters: they may hold
+    anything, NaN included. `engine.device.attention.checks` is the conformance suite.
+    """
 
     @property
     def name(self) -> str:
         """The name in settings and telemetry."""
         ...
 
-    def check(self, block_size: int, cache_dtype: torch.dtype, device: torch.device) -> None:
-        """Raise UnsupportedByBackendError if the combination cannot run."""
+    @property
+    def default_block_size(self) -> int:
+        """Tokens per block where nobody asked for a size."""
+        ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `attend` reads lengths, slots and tables from device memory alone, so that a CUDA
+        graph of one padded decode step serves every other one.
+        """
+        ...
+
+    def check(
+        self,
+        block_size: int,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[LayerGeometry] = (),
+    ) -> None:
+        """Raise UnsupportedByBackendError, naming the flag to change, if it cannot run."""
         ...
 
     def attend(

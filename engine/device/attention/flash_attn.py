@@ -1,24 +1,30 @@
 """The `flash_attn` backend: FlashAttention-2's varlen kernel over paged keys and values (CUDA).
 
-Signature and limits: flash-attn 2.8 `flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k,
-max_seqlen_q, max_seqlen_k, …, softmax_scale, causal, window_size, softcap, …, block_table)`; with a
-`block_table`, k and v are (num_blocks, block_size, num_kv_heads, head_dim), the block size divides
-by 256, causal masks align bottom-right, and dtypes are float16 or bfloat16.
+Signature: flash-attn 2.8 `flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+max_seqlen_k, …, softmax_scale, causal, window_size, softcap, …, block_table)`; with a
+`block_table`, k and v are (num_blocks, block_size, num_kv_heads, head_dim) and causal masks align
+bottom-right. Must not be imported for its limits: those are in `limits.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from engine.device.attention.base import AttentionCall, UnsupportedByBackendError
+from engine.device.attention.base import AttentionCall
+from engine.device.attention.limits import (
+    BLOCK_SIZE_DIVISOR,
+    check_block_size,
+    check_device,
+    check_layers,
+)
 from engine.device.inputs import StepInputs
-from engine.device.kv_cache import PagedKvCache
+from engine.device.kv_cache import LayerGeometry, PagedKvCache
 
-BLOCK_SIZE_DIVISOR = 256
+__all__ = ["BLOCK_SIZE_DIVISOR", "FlashAttention", "is_available"]
 
 
 def is_available() -> bool:
@@ -33,6 +39,8 @@ class FlashAttention:
     """
 
     name = "flash_attn"
+    default_block_size = BLOCK_SIZE_DIVISOR
+    is_capturable = True
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
         if kernel is None:
@@ -41,23 +49,17 @@ class FlashAttention:
             kernel = flash_attn_varlen_func
         self._kernel = kernel
 
-    def check(self, block_size: int, cache_dtype: torch.dtype, device: torch.device) -> None:
-        """Raise UnsupportedByBackendError naming the setting to change."""
-        if device.type != "cuda":
-            raise UnsupportedByBackendError(
-                f"attention backend flash_attn needs a CUDA device, not {device.type}:"
-                " use --attention-backend reference"
-            )
-        if block_size % BLOCK_SIZE_DIVISOR:
-            raise UnsupportedByBackendError(
-                f"--block-size {block_size}: flash_attn wants a multiple of {BLOCK_SIZE_DIVISOR}"
-                " for paged keys and values"
-            )
-        if cache_dtype not in (torch.float16, torch.bfloat16):
-            raise UnsupportedByBackendError(
-                f"attention backend flash_attn computes in float16 or bfloat16, not {cache_dtype}:"
-                " use --dtype bfloat16"
-            )
+    def check(
+        self,
+        block_size: int,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[LayerGeometry] = (),
+    ) -> None:
+        """Raise UnsupportedByBackendError naming the flag to change."""
+        check_device(self.name, cache_dtype, device)
+        check_block_size(self.name, block_size)
+        check_layers(self.name, layers, has_softcap=True)
 
     def attend(
         self, query: torch.Tensor, cache: PagedKvCache, inputs: StepInputs, call: AttentionCall

@@ -7,6 +7,7 @@ layer, and no mask spans the packed batch or a whole long chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from engine.device.attention.base import AttentionCall
 from engine.device.inputs import IntArray, StepInputs
-from engine.device.kv_cache import PagedKvCache
+from engine.device.kv_cache import LayerGeometry, PagedKvCache
 
 # A group may spend this factor of the work that its members need on padding, plus a constant below
 # which one more call costs more than the padding does (scores: query rows times keys).
@@ -82,9 +83,18 @@ class ReferenceAttention:
     """Gathers pages into dense keys and values, then torch's scaled-dot-product attention."""
 
     name = "reference"
+    default_block_size = 16
+    # The groups are made on the host, anew for every batch.
+    is_capturable = False
 
-    def check(self, block_size: int, cache_dtype: torch.dtype, device: torch.device) -> None:
-        """Every block size, dtype and device works."""
+    def check(
+        self,
+        block_size: int,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[LayerGeometry] = (),
+    ) -> None:
+        """Every block size, dtype, device and layer works."""
 
     def attend(
         self, query: torch.Tensor, cache: PagedKvCache, inputs: StepInputs, call: AttentionCall
