@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -49,6 +49,7 @@ class _Tally:
     error: str | None = None
     is_done: bool = False
     reads: list[TokenRead] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     def take(self, data: str) -> int:
         """Account for one event and return how many tokens it brought."""
@@ -68,6 +69,7 @@ class _Tally:
         choices = event.get("choices") or []
         for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.texts.append(choice.get("text") or "")
         usage = event.get("usage")
         if isinstance(usage, dict):
             return self._take_usage(usage)
@@ -88,6 +90,19 @@ class _Tally:
         num_tokens = max(0, self.server_output_tokens - self.num_output_tokens)
         self.num_output_tokens += num_tokens
         return num_tokens
+
+
+class StreamClient(Protocol):
+    """What a scenario is run against: anything that streams one completion."""
+
+    async def stream(
+        self, request: ScenarioRequest, on_read: ReadListener | None = None
+    ) -> RequestSeries:
+        """Send `request` now and return its series when the stream has ended.
+
+        Never raises for what the other end did: that is a series with an `error`.
+        """
+        ...
 
 
 class LoadClient:
@@ -129,6 +144,7 @@ class LoadClient:
             server_output_tokens=tally.server_output_tokens,
             decision=decision,
             error=tally.error,
+            text="".join(tally.texts),
         )
 
     async def _read_tokens(

@@ -131,10 +131,10 @@ def _label(row: Row) -> str:
     return row.label if not invalid else f"{row.label} (INVALID: {invalid} of {row.num_rounds})"
 
 
-def render_table(rows: Sequence[Row], title: str) -> Table:
+def render_table(rows: Sequence[Row], title: str, reference: str = "static 128") -> Table:
     """Return the table for a terminal; gaps and TTFT in milliseconds.
 
-    Comparisons with the reference policy appear where it was measured.
+    Comparisons with the reference policy, named `reference`, appear where it was measured.
     """
     has_reference = any(row.gap_vs_reference is not None for row in rows)
     table = Table(title=title, title_justify="left")
@@ -147,7 +147,7 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
         "tokens/s",
     ]
     if has_reference:
-        headings += ["gap vs static 128", "TTFT vs static 128"]
+        headings += [f"gap vs {reference}", f"TTFT vs {reference}"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -168,11 +168,11 @@ def render_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def render_markdown(rows: Iterable[Row]) -> str:
+def render_markdown(rows: Iterable[Row], reference: str = "static 128") -> str:
     """Return a Markdown table of ratios only: absolute times of a shared machine are not quoted."""
     lines = [
-        "| policy | largest gap / normal gap | largest gap vs static 128"
-        " | long TTFT vs static 128 | tokens/s vs static 128 |",
+        f"| policy | largest gap / normal gap | largest gap vs {reference}"
+        f" | long TTFT vs {reference} | tokens/s vs {reference} |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

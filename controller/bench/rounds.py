@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from controller.bench.client import LoadClient
+from controller.bench.client import StreamClient
 from controller.bench.record import SpikeNumbers, SpikeRun, numbers_of
 from controller.bench.scenario import PromptSource, SpikeScenario
 from controller.bench.servers import ServerError
@@ -31,7 +31,7 @@ class Contestant:
     key: str
     label: str
     rule: PromiseRule
-    open_client: Callable[[], AbstractAsyncContextManager[LoadClient]]
+    open_client: Callable[[], AbstractAsyncContextManager[StreamClient]]
 
 
 @dataclass(frozen=True, slots=True)

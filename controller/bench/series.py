@@ -26,7 +26,8 @@ class RequestSeries:
 
     `sent_at` is taken before the request is written: the arrival, in an open loop. Counts under
     `server_` are those the server reported (None = not reported). `decision` is the server's
-    `x-slo-decision`. `error` is one line, None for a stream that ended as it should.
+    `x-slo-decision`. `error` is one line, None for a stream that ended as it should. `text` is what
+    was generated, None where the server sends none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class RequestSeries:
     server_output_tokens: int | None = None
     decision: str | None = None
     error: str | None = None
+    text: str | None = None
 
     @property
     def first_token_at(self) -> float | None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controller.bench.client import LoadClient
+from controller.bench.client import StreamClient
 from controller.bench.record import SpikeRun
 from controller.bench.scenario import Promises, PromptSource, ScenarioRequest, SpikeScenario
 from controller.bench.series import RequestSeries, TokenRead, normal_gap_s
@@ -40,7 +40,7 @@ class PromiseRule:
 
 
 async def measure(
-    client: LoadClient, scenario: SpikeScenario, prompts: PromptSource, rule: PromiseRule
+    client: StreamClient, scenario: SpikeScenario, prompts: PromptSource, rule: PromiseRule
 ) -> SpikeRun:
     """Calibrate and run one spike; SpikeError if not even the calm phase streams tokens."""
     calibrated_s = await calibrate(client, scenario, prompts)
@@ -54,7 +54,7 @@ async def measure(
     return SpikeRun(scenario, promises, calibrated_s, shorts, long)
 
 
-async def calibrate(client: LoadClient, scenario: SpikeScenario, prompts: PromptSource) -> float:
+async def calibrate(client: StreamClient, scenario: SpikeScenario, prompts: PromptSource) -> float:
     """Return the median gap, in seconds, of the short requests with nothing else going on.
 
     Every policy gets this phase, so that every server is equally warm when the spike comes.
@@ -72,7 +72,7 @@ async def calibrate(client: LoadClient, scenario: SpikeScenario, prompts: Prompt
 
 
 async def run_spike(
-    client: LoadClient,
+    client: StreamClient,
     scenario: SpikeScenario,
     shorts: Sequence[ScenarioRequest],
     long: ScenarioRequest,

@@ -55,7 +55,7 @@ def _violations(run: SpikeRun) -> Iterator[Violation]:
             f"{len(run.shorts)} short requests ran, the scenario has {scenario.num_short}",
         )
     for series in run.shorts:
-        yield from _check_request(series, scenario.short_prompt_tokens, scenario.short_max_tokens)
+        yield from check_request(series, scenario.short_prompt_tokens, scenario.short_max_tokens)
     if run.long is None:
         # Streams that ran to their full length were only too short; others broke off.
         are_complete = all(series.finish_reason == "length" for series in run.shorts)
@@ -65,15 +65,18 @@ def _violations(run: SpikeRun) -> Iterator[Violation]:
             f" {scenario.warm_tokens} tokens",
         )
         return
-    yield from _check_request(run.long, scenario.long_prompt_tokens, scenario.long_max_tokens)
+    yield from check_request(run.long, scenario.long_prompt_tokens, scenario.long_max_tokens)
     for series in run.shorts:
         yield from _check_overlap(series, run.long, scenario.warm_tokens)
 
 
-def _check_request(
+def check_request(
     series: RequestSeries, num_prompt_tokens: int, max_tokens: int
 ) -> Iterator[Violation]:
-    """Check one stream by itself: complete, of the right size, computed rather than cached."""
+    """Check one stream by itself: complete, of the right size, computed rather than cached.
+
+    Yields every reason not to count it.
+    """
     name = series.name
     if series.error is not None:
         yield Violation(ViolationKind.FAILED_REQUEST, f"{name} failed: {series.error}")
