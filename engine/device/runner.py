@@ -29,11 +29,14 @@ class TorchRunner:
         num_blocks: int,
         block_size: int,
         seed: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         backend.check(block_size, model.dtype, model.device)
         self._model = model
         self._backend = backend
-        self._cache = PagedKvCache(model.layers, num_blocks, block_size, model.dtype, model.device)
+        self._cache = PagedKvCache(
+            model.layers, num_blocks, block_size, model.dtype, model.device, num_host_blocks
+        )
         self._sampler = Sampler(seed)
 
     @torch.inference_mode()
@@ -48,13 +51,15 @@ class TorchRunner:
         )
         return StepOutput(self._sampler.sample(logits, [requests[i] for i in inputs.sample_ids]))
 
+    @torch.inference_mode()
     def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Copy pages to host memory."""
-        raise NotImplementedError
+        """Copy pages to host memory; whatever is executed next may overwrite them."""
+        self._cache.copy_out(blocks, host_blocks)
 
+    @torch.inference_mode()
     def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy pages back."""
-        raise NotImplementedError
+        """Copy pages back, before whatever is executed next."""
+        self._cache.copy_in(host_blocks, blocks)
 
     def forget(self, request_id: str) -> None:
         """Drop the request's random generator."""
