@@ -146,6 +146,11 @@ class PrefixCache:
         """Requests whose match is kept current."""
         return len(self._limits)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody watches or runs, and nothing is kept of those who did."""
+        return not (self._limits or self._expecting or self._matches or self._num_committed)
+
     def count_unheld(self, blocks: Sequence[int]) -> int:
         """Return how many distinct blocks of `blocks` nobody holds."""
         return self._pool.count_unheld(blocks)
