@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     )
     dtype: str = _setting("auto", "auto, float32, bfloat16, float16 or float64", _MODEL)
     device: str = _setting("auto", "auto (CUDA if there is one), cpu or cuda[:N]", _MODEL)
-    attention_backend: Literal["auto", "reference", "flash_attn"] = _setting(
-        "auto", "flash_attn on CUDA where the package is installed, else reference", _MODEL
+    attention_backend: Literal["auto", "reference", "flash_attn", "torch_varlen"] = _setting(
+        "auto", "the first that works of flash_attn, torch_varlen (CUDA), reference (any)", _MODEL
     )
     max_model_len: int | None = _setting(
         None, "most tokens of prompt plus output (default: the model's, if the pool holds it)",
@@ -87,7 +87,11 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     block_size: int | None = _setting(
-        None, "tokens per KV block (default: 16, or 256 with flash_attn)", _ENGINE, ge=1, le=4096
+        None,
+        "tokens per KV block (default: 16, or what the attention backend wants, 256 on CUDA)",
+        _ENGINE,
+        ge=1,
+        le=4096,
     )
     kv_cache_memory_bytes: int | None = _setting(
         None, "bytes of the KV pool (default: 1 GiB on CPU, 70 % of free memory on CUDA)",

@@ -10,17 +10,13 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from engine.device.attention.base import AttentionBackend, UnsupportedByBackendError
-from engine.device.attention.flash_attn import BLOCK_SIZE_DIVISOR, FlashAttention
-from engine.device.attention.flash_attn import is_available as has_flash_attn
-from engine.device.attention.reference import ReferenceAttention
+from engine.device.attention.base import UnsupportedByBackendError
+from engine.device.attention.choice import choose_backend
 from engine.device.demo import Progress, prepare_demo
 from engine.device.kv_cache import default_kv_bytes, num_blocks_within
 from engine.device.model import DecoderModel, ModelLoadError, load_model
 from engine.device.runner import TorchRunner
 from engine.device.tokenizer import HubTokenizer, load_tokenizer
-
-_DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +63,9 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
     tokenizer = load_tokenizer(path, model.vocab_size, options.chat_template)
     progress(2, 2, "done")
     try:
-        backend = _backend_of(options.attention_backend, model)
-        block_size = options.block_size or (
-            BLOCK_SIZE_DIVISOR if backend.name == FlashAttention.name else _DEFAULT_BLOCK_SIZE
+        backend, block_size = choose_backend(
+            options.attention_backend, options.block_size, model.dtype, model.device, model.layers
         )
-        backend.check(block_size, model.dtype, model.device)
     except UnsupportedByBackendError as error:
         raise ModelLoadError(str(error)) from error
     kv_bytes = options.kv_cache_memory_bytes or default_kv_bytes(model.device)
@@ -109,24 +103,6 @@ def _device_of(name: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError(f"--device {name}: no CUDA device is available; use --device cpu")
     return name
-
-
-def _backend_of(name: str, model: DecoderModel) -> AttentionBackend:
-    if name == "auto":
-        is_half = model.dtype in (torch.float16, torch.bfloat16)
-        name = (
-            "flash_attn"
-            if has_flash_attn() and is_half and model.device.type == "cuda"
-            else "reference"
-        )
-    if name == ReferenceAttention.name:
-        return ReferenceAttention()
-    if not has_flash_attn():
-        raise UnsupportedByBackendError(
-            "--attention-backend flash_attn needs a CUDA device and the flash-attn package:"
-            " pip install 'paceline[cuda]'"
-        )
-    return FlashAttention()
 
 
 def _max_model_len(asked: int | None, model: DecoderModel, pool_tokens: int, kv_bytes: int) -> int:
