@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import EngineConfig
+from engine.isolation import Execution, execute
+from engine.memory import KvMemory
 from engine.ports import EngineView, ModelRunner, Planner, StepListener
 from engine.request import FinishReason, Request, RequestPhase
 from engine.step import (
     AdmissionAction,
     EmittedToken,
+    PromptScores,
     SampledToken,
-    StepOutput,
     StepPlan,
     StepReport,
 )
@@ -49,6 +51,7 @@ class EngineLoop:
     ) -> None:
         self._planner = planner
         self._runner = runner
+        self._memory = KvMemory(pool, config, runner)
         self._pool = pool
         self._config = config
         self._clock = clock
@@ -110,11 +113,11 @@ class EngineLoop:
         planned_at = self._clock.now()
         self._apply_preemptions(plan)
         self._apply_admissions(plan, planned_at)
-        output, failure = self._execute(plan, planned_at)
+        execution = self._execute(plan, planned_at)
         executed_at = self._clock.now()
-        tokens = self._commit(plan, output.tokens, failure, executed_at)
+        tokens, scores = self._commit(execution, executed_at)
         return self._report(
-            plan, tokens, failure, started_at, planned_at - now, executed_at - planned_at
+            plan, execution, tokens, scores, started_at, planned_at - now, executed_at - planned_at
         )
 
     def abort(self, failure: str) -> tuple[Request, ...]:
@@ -132,6 +135,7 @@ class EngineLoop:
             request = self._arrivals.popleft()
             self._requests[request.request_id] = request
             self._by_phase[RequestPhase.WAITING][request.request_id] = request
+            self._memory.watch(request)
 
     def _apply_endings(self, now: float) -> None:
         while self._endings:
@@ -155,14 +159,16 @@ class EngineLoop:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_waiting_requests=self._config.max_waiting_requests,
             is_draining=self._is_draining,
+            num_free_host_blocks=self._memory.num_free_host_blocks,
+            num_holders=self._pool.num_references,
         )
 
     def _apply_preemptions(self, plan: StepPlan) -> None:
         for preemption in plan.preemptions:
             request = self._known(preemption.request_id)
+            if request.phase is RequestPhase.RUNNING:
+                self._memory.preempt(request, preemption.method)
             self._move(request, RequestPhase.PREEMPTED)
-            self._release_blocks(request)
-            request.num_computed_tokens = 0
             request.num_preemptions += 1
 
     def _apply_admissions(self, plan: StepPlan, now: float) -> None:
@@ -174,9 +180,7 @@ class EngineLoop:
             elif admission.action is AdmissionAction.ADMIT and request.admitted_at is None:
                 request.admitted_at = now
 
-    def _execute(self, plan: StepPlan, now: float) -> tuple[StepOutput, str | None]:
-        if not plan.work:
-            return StepOutput(), None
+    def _execute(self, plan: StepPlan, now: float) -> Execution:
         num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
         if num_tokens > self._config.max_num_batched_tokens:
             raise PlanError(
@@ -185,6 +189,7 @@ class EngineLoop:
         batch = {work.request_id: self._known(work.request_id) for work in plan.work}
         if len(batch) != len(plan.work):
             raise PlanError("a request appears twice in a plan")
+        starting = []
         for work in plan.work:
             request = batch[work.request_id]
             if not (
@@ -197,38 +202,61 @@ class EngineLoop:
                 )
             if request.phase is not RequestPhase.RUNNING:
                 self._start(request, now)
-            missing = self._pool.num_missing(work.num_context_tokens, request.block_table)
-            request.block_table.extend(self._pool.allocate(missing))
+                starting.append(request)
+        # What starters share is theirs before anybody's new blocks push it out of the cache.
+        for request in starting:
+            self._memory.bring_back(request)
+        for work in plan.work:
+            self._memory.grow(batch[work.request_id], work.num_context_tokens)
         if len(self._by_phase[RequestPhase.RUNNING]) > self._config.max_num_seqs:
             raise PlanError(f"more than {self._config.max_num_seqs} running requests planned")
-        try:
-            return self._runner.execute(plan, batch), None
-        except Exception as error:
-            return StepOutput(), f"{type(error).__name__}: {error}"
+        return execute(self._runner, plan, batch)
 
     def _start(self, request: Request, now: float) -> None:
         if request.admitted_at is None:
             raise PlanError(f"{request.request_id} was given work without an admission")
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
+            request.num_cached_tokens = request.num_computed_tokens
+        self._memory.start(request)
         self._move(request, RequestPhase.RUNNING)
 
     def _commit(
-        self, plan: StepPlan, sampled: Sequence[SampledToken], failure: str | None, at: float
-    ) -> tuple[EmittedToken, ...]:
-        if failure is not None:
-            # Nothing of a failed step is kept: its requests end, everybody else goes on.
-            for work in plan.work:
-                self._finish(self._requests[work.request_id], FinishReason.ERROR, at, failure)
-            return ()
-        for work in plan.work:
-            self._requests[work.request_id].num_computed_tokens += work.num_tokens
-        return tuple(token for result in sampled if (token := self._emit(result, at)) is not None)
+        self, execution: Execution, at: float
+    ) -> tuple[tuple[EmittedToken, ...], tuple[PromptScores, ...]]:
+        """Keep what was computed, end who failed; whoever was not reached is as before."""
+        for request_id, failure in execution.failures.items():
+            self._finish(self._requests[request_id], FinishReason.ERROR, at, failure)
+        scores = tuple(
+            fresh for item in execution.prompt_scores if (fresh := self._fresh(item)) is not None
+        )
+        for work in execution.done:
+            request = self._requests[work.request_id]
+            request.num_computed_tokens += work.num_tokens
+            self._memory.commit(request)
+            if request.max_tokens == 0 and request.num_remaining_tokens == 0:
+                self._finish(request, FinishReason.LENGTH, at)
+        tokens = (self._emit(result, at) for result in execution.tokens)
+        return tuple(token for token in tokens if token is not None), scores
+
+    def _fresh(self, scores: PromptScores) -> PromptScores | None:
+        """Return the scores that the client has not got: a recomputed prompt is scored again."""
+        request = self._requests[scores.request_id]
+        first = request.num_scored_tokens + 1
+        tokens = scores.tokens[max(0, first - scores.start) :]
+        if not tokens:
+            return None
+        request.num_scored_tokens += len(tokens)
+        return PromptScores(scores.request_id, first, tokens)
 
     def _emit(self, result: SampledToken, at: float) -> EmittedToken | None:
-        request = self._requests[result.request_id]
+        request = self._requests.get(result.request_id)
+        if request is None:
+            # It wanted no token, only its prompt scored.
+            return None
         if result.failure is not None:
             self._finish(request, FinishReason.ERROR, at, result.failure)
+            self._memory.forget_prefixes()
             return None
         index = request.num_output_tokens
         request.output_token_ids.append(result.token_id)
@@ -253,7 +281,7 @@ class EngineLoop:
             return FinishReason.STOP
         # The next step would need the KV of every known token; what the pool or the context cannot
         # hold ends here.
-        limit = min(self._config.max_model_len, self._pool.num_total * self._pool.block_size)
+        limit = min(self._config.max_model_len, self._memory.most_tokens)
         if num_output >= request.max_tokens or request.num_known_tokens >= limit:
             return FinishReason.LENGTH
         return None
@@ -264,25 +292,28 @@ class EngineLoop:
         """End a request: the one door, whatever its phase and whoever asked."""
         del self._by_phase[request.phase][request.request_id]
         del self._requests[request.request_id]
+        if request.phase is RequestPhase.RUNNING:
+            self._memory.release_running(request)
+        else:
+            self._memory.release_waiting(request)
         request.move(RequestPhase.FINISHED)
         request.finish_reason = reason
         request.finished_at = at
         request.failure = failure
-        self._release_blocks(request)
         self._runner.forget(request.request_id)
         self._ended[request.request_id] = request
 
     def _report(
         self,
         plan: StepPlan,
+        execution: Execution,
         tokens: tuple[EmittedToken, ...],
-        failure: str | None,
+        prompt_scores: tuple[PromptScores, ...],
         started_at: float,
         planner_s: float,
         execute_s: float,
     ) -> StepReport | None:
         ended = self._ended
-        is_executed = bool(plan.work) and failure is None
         if not (plan.work or plan.admissions or plan.preemptions or ended):
             self._previous_end_at = None
             return None
@@ -297,15 +328,21 @@ class EngineLoop:
             planner_s=planner_s,
             execute_s=execute_s,
             plan=plan,
-            is_executed=is_executed,
+            is_executed=bool(plan.work) and execution.num_retries == 0 and bool(execution.done),
             num_running=len(self._by_phase[RequestPhase.RUNNING]),
             num_waiting=len(self._by_phase[RequestPhase.WAITING]),
             num_preempted=len(self._by_phase[RequestPhase.PREEMPTED]),
             num_blocks_used=self._pool.num_used,
             num_blocks_total=self._pool.num_total,
             tokens=tokens,
+            prompt_scores=prompt_scores,
             finished=tuple(ended),
-            failure=failure,
+            failure=None if execution.done else execution.first_failure,
+            num_retries=execution.num_retries,
+            num_swapped_blocks=self._memory.take_num_swapped(),
+            num_blocks_cached=self._pool.num_cached,
+            num_host_blocks_used=self._memory.num_host_blocks_used,
+            num_host_blocks_total=self._memory.num_host_blocks_total,
         )
         self._ended = {}
         named = self._named(plan, ended)
@@ -338,7 +375,3 @@ class EngineLoop:
         del self._by_phase[request.phase][request.request_id]
         request.move(phase)
         self._by_phase[phase][request.request_id] = request
-
-    def _release_blocks(self, request: Request) -> None:
-        self._pool.release(request.block_table)
-        request.block_table.clear()

@@ -55,6 +55,10 @@ class RequestView(Protocol):
     def num_preemptions(self) -> int: ...
 
 
+def _held_once(block: int) -> int:
+    return 1
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """The engine as a planner sees it at the start of a step; the collections are live and must not
@@ -62,10 +66,11 @@ class EngineView:
 
     `waiting` is in arrival order, `running` in order of admission, `preempted` in order of
     preemption. Free blocks exclude those that running requests hold; blocks that only the prefix
-    cache remembers are free. `count_unheld` tells how many blocks of a table nobody holds: a
-    waiting or preempted request whose table names cached blocks takes that many of the free ones
-    when it starts, beside the ones that it has to fill. A swapped request (`host_block_table`)
-    takes as many as it left. `num_free_host_blocks` bounds what a plan may swap.
+    cache remembers are free. `num_holders(block)` says how many running requests hold a block: a
+    waiting or preempted request whose table names cached blocks takes those that nobody holds from
+    the free ones when it starts, beside the ones that it has to fill. A swapped request
+    (`host_block_table`) takes as many as it left. `num_free_host_blocks` bounds what a plan may
+    swap.
     """
 
     now: float
@@ -82,7 +87,7 @@ class EngineView:
     max_waiting_requests: int
     is_draining: bool = False
     num_free_host_blocks: int = 0
-    count_unheld: Callable[[Sequence[int]], int] = len
+    num_holders: Callable[[int], int] = _held_once
 
 
 class Planner(Protocol):

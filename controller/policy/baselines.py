@@ -46,7 +46,7 @@ class StaticPlanner:
 
     def plan(self, view: EngineView) -> StepPlan:
         """Return the next step."""
-        ledger = BlockLedger(view.num_free_blocks, view.block_size)
+        ledger = BlockLedger.of(view)
         decodes, prefills = split_running(view.running)
         victims = make_room(decodes, prefills, ledger, _latest_first)
         gone = {request.request_id for request in victims}

@@ -132,13 +132,17 @@ class Intake:
         limit = min(num_tokens, view.max_model_len)
         return min(num_blocks_for(limit, view.block_size), view.num_total_blocks)
 
+    def _needed(self, request: RequestView) -> int:
+        """Free blocks that a newcomer is expected to take: none for what it shares."""
+        return self._blocks(request) - self._ledger.shared(request)
+
     def _count_headroom(self) -> int:
         if self._headroom is None:
             # The one loop over everybody running: `_blocks` written out, without its calls.
             size = self._view.block_size
             longest = min(self._view.max_model_len, self._view.num_total_blocks * size)
             expected = self._lengths.expected
-            to_hold = 0
+            to_grow = 0
             for request in self._running:
                 num_output = request.num_output_tokens + size
                 usual = expected(class_name(request))
@@ -149,8 +153,10 @@ class Intake:
                 num_tokens = request.num_prompt_tokens + num_output
                 blocks = -(-(num_tokens if num_tokens < longest else longest) // size)
                 held = len(request.block_table)
-                to_hold += blocks if blocks > held else held
-            self._headroom = self._view.num_total_blocks - to_hold - self._reserve
+                if blocks > held:
+                    to_grow += blocks - held
+            num_free = self._view.num_free_blocks + self._ledger.num_returned
+            self._headroom = num_free - to_grow - self._reserve
         return self._headroom
 
     def start_delays_s(self, requests: Sequence[RequestView], step_s: float) -> list[float] | None:
@@ -162,7 +168,7 @@ class Intake:
         """
         newcomers = [i for i, r in enumerate(requests) if r.phase is not RequestPhase.RUNNING]
         headroom = self._count_headroom()
-        blocks = [self._blocks(requests[i]) for i in newcomers[: max(0, self._seats) + 1]]
+        blocks = [self._needed(requests[i]) for i in newcomers[: max(0, self._seats) + 1]]
         room = self._copy_room()
         targets = [paced_target_s(requests[i], self._pace) for i in newcomers]
         is_open = room is None or all(room.join(target_s) for target_s in targets)
@@ -173,7 +179,7 @@ class Intake:
         delays = [0.0] * len(requests)
         seats, delay_s = self._seats, 0.0
         for i, target_s in zip(newcomers, targets, strict=True):
-            needed = self._blocks(requests[i])
+            needed = self._needed(requests[i])
             has_pace = room is None or room.join(target_s)
             while ends and (seats < 1 or needed > headroom or not has_pace):
                 steps, freed = ends.pop()
@@ -204,7 +210,7 @@ class Intake:
     def set_aside(self, request: RequestView) -> None:
         """Keep a seat and the expected blocks of a due request from everybody else."""
         self._seats -= 1
-        self._headroom = self._count_headroom() - self._blocks(request)
+        self._headroom = self._count_headroom() - self._needed(request)
 
     @property
     def is_full(self) -> bool:
@@ -227,7 +233,7 @@ class Intake:
             self.is_outpaced = True
             return False
         headroom = self._count_headroom()
-        blocks = self._blocks(request)
+        blocks = self._needed(request)
         has_room = blocks <= headroom or self._num_running == 0
         if not has_room or not self._ledger.take(request, request.num_remaining_tokens):
             self.is_short = True

@@ -30,12 +30,13 @@ from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.ordering import live_promise, oldest_due
 from controller.policy.pacing import NO_PREFILL, Pacing, pace_decodes
+from controller.policy.preemption import choose_methods
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
-from engine.step import Preemption, StepDecision, StepPlan, StepWork, WorkKind
+from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
 __all__ = ["PolicyConfig", "SloPlanner"]
 
@@ -73,7 +74,8 @@ class SloPlanner:
     met.
 
     `output_lengths` is fed by the runtime. `model_version` is asked once per step for the decision
-    record; by default the cost model's own quality report answers.
+    record; by default the cost model's own quality report answers. `swap_block_s` is what moving
+    one KV block to host memory, or back, takes in seconds; None never swaps.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class SloPlanner:
         cost_model: CostModel,
         output_lengths: OutputLengths,
         model_version: Callable[[], int] | None = None,
+        swap_block_s: float | None = None,
     ) -> None:
         self._config = config
         self._cost_model = cost_model
         self._lengths = output_lengths
+        self._swap_block_s = swap_block_s
         self._model_version = model_version or (lambda: cost_model.quality().version)
 
     def plan(self, view: EngineView) -> StepPlan:
@@ -93,7 +97,7 @@ class SloPlanner:
         leave.
         """
         config = self._config
-        ledger = BlockLedger(view.num_free_blocks, view.block_size)
+        ledger = BlockLedger.of(view)
         decodes, prefills = split_running(view.running)
         victims = make_room(decodes, prefills, ledger, self._victim_key(view.now))
         if victims:
@@ -124,7 +128,7 @@ class SloPlanner:
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
             chunks = PrefillLoad(amounts, seated.load.past)
             prefill_work = [
-                StepWork(request.request_id, WorkKind.PREFILL, num, request.num_computed_tokens)
+                StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
                 for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True)
                 if num > 0
             ]
@@ -133,7 +137,7 @@ class SloPlanner:
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
-            preemptions=tuple(Preemption(request.request_id) for request in victims),
+            preemptions=choose_methods(view, victims, self._drain_s, self._swap_block_s),
             decision=self._decision(load, chunks, pacing, budget),
         )
 
@@ -304,3 +308,8 @@ class SloPlanner:
             predicted_upper_s=upper_s,
             model_version=self._model_version(),
         )
+
+
+def _kind(request: RequestView) -> WorkKind:
+    """A preempted stream whose KV stands but for the newest token resumes by a decode."""
+    return WorkKind.DECODE if request.is_decoding else WorkKind.PREFILL

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from engine.ports import EngineView, Planner, RequestView
 from engine.request import RequestPhase
-from engine.step import AdmissionAction, StepPlan, WorkKind
+from engine.step import AdmissionAction, PreemptionMethod, StepPlan, WorkKind
 
 
 def snapshot(view: EngineView) -> list[tuple[object, ...]]:
@@ -44,13 +46,22 @@ def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None
     admitted = {a.request_id for a in plan.admissions if a.action is AdmissionAction.ADMIT}
     assert admitted <= set(ids)
     assert len({a.request_id for a in plan.admissions}) == len(plan.admissions)
-    free = view.num_free_blocks + sum(len(everybody[i].block_table) for i in gone)
+    shifts: Counter[int] = Counter()
+    free = view.num_free_blocks
+    for i in gone:
+        for block in everybody[i].block_table:
+            shifts[block] -= 1
+            free += view.num_holders(block) + shifts[block] == 0
     running = {r.request_id for r in view.running} - gone
     for work in plan.work:
         request = everybody[work.request_id]
         assert 0 < work.num_tokens <= request.num_remaining_tokens
         assert work.num_computed_tokens == request.num_computed_tokens
         free -= max(0, -(-work.num_context_tokens // view.block_size) - len(request.block_table))
+        if request.phase is not RequestPhase.RUNNING:
+            for block in request.block_table:
+                free -= view.num_holders(block) + shifts[block] == 0
+                shifts[block] += 1
         if request.phase is RequestPhase.WAITING:
             was_admitted = request.admission is not None and (
                 request.admission.action is AdmissionAction.ADMIT
@@ -62,7 +73,11 @@ def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None
     assert free >= 0
     assert len(running | set(ids)) <= view.max_num_seqs
     decodes = {r.request_id for r in view.running if r.is_decoding} - gone
-    assert decodes == {w.request_id for w in plan.work if w.kind is WorkKind.DECODE}
+    works = {w.request_id for w in plan.work if w.kind is WorkKind.DECODE}
+    assert decodes == {i for i in works if everybody[i].phase is RequestPhase.RUNNING}
+    swapped = [p for p in plan.preemptions if p.method is PreemptionMethod.SWAP]
+    num_swapped = sum(len(everybody[p.request_id].block_table) for p in swapped)
+    assert num_swapped <= view.num_free_host_blocks
     assert plan.decision is not None
     judged = {a.request_id for a in plan.admissions}
     assert all(r.admission is not None or r.request_id in judged for r in view.waiting)

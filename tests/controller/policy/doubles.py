@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +74,11 @@ class BrokenCostModel(LinearCostModel):
         return LatencyEstimate(answer, answer)
 
 
+# Blocks of their own for everybody: tables that name the same block share it.
+_BLOCKS = itertools.count()
+_TOKENS = itertools.count()
+
+
 def slo_class(
     name: str = "chat",
     weight: float = 1.0,
@@ -95,7 +101,8 @@ def waiting(
     promise = None
     if slo is not None:
         promise = Promise(slo=slo, slo_class=of or slo_class(), arrived_at=at, priority=priority)
-    return Request(request_id, (1,) * num_prompt, max_tokens, at, promise=promise)
+    # Nobody begins like anybody else: nothing is shared unless a test wants it.
+    return Request(request_id, (next(_TOKENS),) * num_prompt, max_tokens, at, promise=promise)
 
 
 def running(
@@ -106,7 +113,7 @@ def running(
     request.phase = RequestPhase.RUNNING
     request.num_computed_tokens = num_computed
     request.output_token_ids = [1] * num_output
-    request.block_table = list(range(-(-num_computed // block)))
+    request.block_table = list(itertools.islice(_BLOCKS, -(-num_computed // block)))
     if num_output:
         request.first_token_at = request.last_token_at = last_at
         if isinstance(request.promise, Promise):
@@ -144,15 +151,16 @@ def view_of(
     max_waiting: int = 1024,
     max_model_len: int = 4096,
     is_draining: bool = False,
+    num_free_host: int = 0,
 ) -> EngineView:
-    held = sum(len(request.block_table) for request in running)
+    holders = Counter(block for request in running for block in request.block_table)
     return EngineView(
         now=now,
         step_no=step_no,
         waiting=waiting,
         running=running,
         preempted=preempted,
-        num_free_blocks=num_blocks - held if num_free is None else num_free,
+        num_free_blocks=num_blocks - len(holders) if num_free is None else num_free,
         num_total_blocks=num_blocks,
         block_size=16,
         max_model_len=max_model_len,
@@ -160,6 +168,8 @@ def view_of(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting_requests=max_waiting,
         is_draining=is_draining,
+        num_free_host_blocks=num_free_host,
+        num_holders=lambda block: holders[block],
     )
 
 

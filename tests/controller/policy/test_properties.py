@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -90,10 +92,13 @@ def views(draw: st.DrawFn) -> EngineView:
             running(request, 0, draw(st.sampled_from([0, num_output])), last_at=at)
             request.phase = RequestPhase.PREEMPTED
             request.num_preemptions = draw(st.integers(1, 4))
+        _share(draw, request, [*itertools.chain(*groups.values())])
         groups[request.phase].append(request)
-    held = sum(len(r.block_table) for r in groups[RequestPhase.RUNNING])
+    held = len({b for r in groups[RequestPhase.RUNNING] for b in r.block_table})
     num_running = len(groups[RequestPhase.RUNNING])
-    num_free = draw(st.integers(0, 40))
+    waiting_tables = (r.block_table for r in itertools.chain(*groups.values()))
+    cached = len(set(itertools.chain(*waiting_tables))) - held
+    num_free = cached + draw(st.integers(0, 40))
     return view_of(
         now=now,
         step_no=draw(st.integers(1, 20)),
@@ -106,16 +111,40 @@ def views(draw: st.DrawFn) -> EngineView:
         max_num_batched_tokens=draw(st.sampled_from([8, 64, 512])),
         max_waiting=draw(st.sampled_from([1, 100])),
         is_draining=draw(st.booleans()),
+        num_free_host=draw(st.integers(0, 12)),
     )
 
 
+def _share(draw: st.DrawFn, request: Request, others: Sequence[Request]) -> None:
+    """Let a request begin with the blocks of another one, or hope for cached ones."""
+    most = (request.num_known_tokens - 1) // 16
+    table = draw(st.sampled_from([*(other.block_table for other in others), [-1, -2, -3, -4]]))
+    num_shared = draw(st.integers(0, min(most, len(table))))
+    if request.phase is RequestPhase.RUNNING:
+        num_shared = min(num_shared, request.num_computed_tokens // 16)
+        if table[:1] != [-1]:
+            request.block_table[:num_shared] = table[:num_shared]
+    elif draw(st.booleans()):
+        request.block_table = table[:num_shared]
+        request.num_computed_tokens = 16 * num_shared
+    elif request.phase is RequestPhase.PREEMPTED and request.num_output_tokens:
+        # Moved to the host: all but the newest token's keys and values stand there.
+        request.num_computed_tokens = request.num_known_tokens - 1
+        request.host_block_table = list(range(-(-request.num_computed_tokens // 16)))
+
+
 @PROPERTY
-@given(view=views(), config=configs, model=models)
+@given(
+    view=views(),
+    config=configs,
+    model=models,
+    swap_block_s=st.sampled_from([None, 0.0, 1e-3]),
+)
 def test_every_plan_of_the_slo_planner_is_sound(
-    view: EngineView, config: PolicyConfig, model: LinearCostModel
+    view: EngineView, config: PolicyConfig, model: LinearCostModel, swap_block_s: float | None
 ) -> None:
-    planner = CheckedPlanner(SloPlanner(config, model, OutputLengths()), config.token_budget)
-    plan = planner.plan(view)
+    slo_planner = SloPlanner(config, model, OutputLengths(), swap_block_s=swap_block_s)
+    plan = CheckedPlanner(slo_planner, config.token_budget).plan(view)
     assert plan.decision is not None
     for number in (plan.decision.predicted_mean_s, plan.decision.predicted_upper_s):
         assert number is None or math.isfinite(number)
