@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from controller.api.echo import EchoedPrompt
 from controller.api.errors import ApiError, refusal
 from controller.api.logprobs import ScoredToken
 from controller.runtime.detokenize import Detokenizer, StopMatcher
@@ -17,11 +18,12 @@ from controller.runtime.generation import (
     GenerationEvent,
     GenerationRequest,
     GenerationStream,
+    PromptEvent,
     TokenEvent,
     Tokenizer,
 )
 from engine.request import FinishReason
-from engine.step import Admission
+from engine.step import Admission, PromptToken
 
 _FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -47,7 +49,11 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """The state of one stream's text. Feed it every event, in order."""
+    """The state of one stream's text. Feed it every event, in order.
+
+    `leader` is the first choice of the same prompt, None for that one itself: only the leader's
+    request asks for the scores of the prompt, and it has them before another choice begins.
+    """
 
     index: int
     request: GenerationRequest
@@ -55,9 +61,13 @@ class Choice:
     detokenizer: Detokenizer
     matcher: StopMatcher
     ending_token_ids: frozenset[int]
+    echo: EchoedPrompt | None = None
+    leader: Choice | None = None
     admission: Admission | None = None
     finished: FinishedEvent | None = None
     num_tokens: int = 0
+    num_cached_tokens: int = 0
+    _scores: tuple[PromptToken, ...] = field(default=(), init=False)
     _num_chars: int = field(default=0, init=False)
 
     @classmethod
@@ -68,18 +78,38 @@ class Choice:
         stream: GenerationStream,
         tokenizer: Tokenizer,
         options: TextOptions,
+        *,
+        echo: EchoedPrompt | None = None,
+        leader: Choice | None = None,
     ) -> Choice:
         """Return a choice that has no text yet."""
-        detokenizer = Detokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens
-        )
+        if echo is not None and echo.detokenizer is not None:
+            detokenizer = echo.detokenizer.fork()
+        else:
+            detokenizer = Detokenizer(
+                tokenizer, request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens
+            )
         matcher = StopMatcher(options.stop_strings, is_included=options.is_stop_included)
-        return cls(index, request, stream, detokenizer, matcher, options.ending_token_ids)
+        return cls(
+            index,
+            request,
+            stream,
+            detokenizer,
+            matcher,
+            options.ending_token_ids,
+            echo=echo,
+            leader=leader,
+        )
 
     @property
     def is_finished(self) -> bool:
         """Whether the last event was seen."""
         return self.finished is not None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a first verdict is known: from then on the choice is not refused out of hand."""
+        return self.admission is not None or self.num_tokens > 0 or self.is_finished
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -92,19 +122,44 @@ class Choice:
         is_degraded = self.admission is not None and self.admission.is_degraded
         return "degraded" if is_degraded else "admitted"
 
+    @property
+    def prompt_scores(self) -> tuple[PromptToken, ...]:
+        """Scores of the prompt's tokens from the second one on; empty if none were asked for."""
+        return self._scores if self.leader is None else self.leader.prompt_scores
+
     def feed(self, event: GenerationEvent) -> Delta | None:
         """Take an event; None if it adds nothing that a client sees, ApiError on a failure."""
         if isinstance(event, AdmissionEvent):
             self.admission = event.admission
             return None
+        if isinstance(event, PromptEvent):
+            return self._take_prompt(event)
         if isinstance(event, TokenEvent):
             return None if self.matcher.is_stopped else self._take_token(event)
         self.finished = event
         return self._end(event)
 
+    def _take_prompt(self, event: PromptEvent) -> Delta | None:
+        self.num_cached_tokens = event.num_cached_tokens
+        self._scores = event.scores
+        echo = self.echo
+        if echo is None:
+            return None
+        self._num_chars = len(echo.text)
+        scores = self.prompt_scores
+        if not scores and len(self.request.prompt_token_ids) > 1:
+            return Delta(echo.text)
+        # Nothing comes before the first token, so nothing says how likely it was.
+        first = ScoredToken(self.request.prompt_token_ids[0], echo.offsets[0])
+        rest = (
+            ScoredToken(score.token_id, offset, score.logprob, score.top_logprobs)
+            for score, offset in zip(scores, echo.offsets[1:], strict=True)
+        )
+        return Delta(echo.text, (first, *rest))
+
     def _take_token(self, event: TokenEvent) -> Delta:
         self.num_tokens += 1
-        scored = ScoredToken(event, self._num_chars)
+        scored = ScoredToken(event.token_id, self._num_chars, event.logprob, event.top_logprobs)
         # The end-of-text token ends the text without being part of it, special or not.
         is_ending = event.token_id in self.ending_token_ids
         piece = "" if is_ending else self.detokenizer.push(event.token_id)

@@ -16,6 +16,7 @@ from controller.api.logprobs import (
     TokenSpeller,
     chat_logprobs,
     completion_logprobs,
+    prompt_logprobs,
 )
 
 
@@ -67,9 +68,15 @@ class CompletionFormat:
 
     id_prefix = "cmpl-"
 
-    def __init__(self, speller: TokenSpeller, num_logprobs: int | None) -> None:
+    def __init__(
+        self,
+        speller: TokenSpeller,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         self._speller = speller
         self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
 
     def opening(self, envelope: Envelope, choice: Choice) -> dict[str, Any] | None:
         """Completions have no opening chunk."""
@@ -93,12 +100,13 @@ class CompletionFormat:
             text = "".join(part.text for part in parts)
             tokens = [token for part in parts for token in part.tokens]
             entries.append(self._choice(choice, text, tokens, parts[-1].finish_reason))
+        if self._num_prompt_logprobs is not None:
+            for entry, choice in zip(entries, generation.choices, strict=True):
+                scores = choice.prompt_scores
+                number = self._num_prompt_logprobs
+                entry["prompt_logprobs"] = prompt_logprobs(scores, self._speller, number)
         body = {**envelope.around("text_completion", entries), "usage": generation.usage()}
-        if len(entries) == 1:
-            return {**body, "slo": generation.choices[0].slo_outcome()}
-        for entry, choice in zip(entries, generation.choices, strict=True):
-            entry["slo"] = choice.slo_outcome()
-        return body
+        return _with_outcomes(body, entries, generation)
 
     def _choice(
         self, choice: Choice, text: str, tokens: Sequence[ScoredToken], finish_reason: str | None
@@ -119,9 +127,15 @@ class ChatFormat:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, speller: TokenSpeller, num_logprobs: int | None) -> None:
+    def __init__(
+        self,
+        speller: TokenSpeller,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         self._speller = speller
         self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
 
     def opening(self, envelope: Envelope, choice: Choice) -> dict[str, Any] | None:
         """Return the role-only chunk."""
@@ -140,21 +154,29 @@ class ChatFormat:
     def whole(
         self, envelope: Envelope, generation: Generation, deltas: Sequence[Sequence[Delta]]
     ) -> dict[str, Any]:
-        """Return the body."""
-        choice, parts = generation.choices[0], deltas[0]
-        tokens = [token for part in parts for token in part.tokens]
-        entry = {
-            "index": choice.index,
-            "message": {
+        """Return the body; a single choice's `slo` stands at the top, else each has its own."""
+        entries = []
+        for choice, parts in zip(generation.choices, deltas, strict=True):
+            tokens = [token for part in parts for token in part.tokens]
+            message = {
                 "role": "assistant",
                 "content": "".join(part.text for part in parts),
                 "refusal": None,
-            },
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": parts[-1].finish_reason,
-        }
-        body = envelope.around("chat.completion", [entry])
-        return {**body, "usage": generation.usage(), "slo": choice.slo_outcome()}
+            }
+            entries.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "logprobs": self._logprobs(tokens),
+                    "finish_reason": parts[-1].finish_reason,
+                }
+            )
+        body = {**envelope.around("chat.completion", entries), "usage": generation.usage()}
+        if self._num_prompt_logprobs is not None:
+            scores = generation.choices[0].prompt_scores
+            number = self._num_prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs(scores, self._speller, number)
+        return _with_outcomes(body, entries, generation)
 
     def _chunk(
         self,
@@ -176,6 +198,16 @@ class ChatFormat:
         if self._num_logprobs is None or not tokens:
             return None
         return chat_logprobs(tokens, self._speller, self._num_logprobs)
+
+
+def _with_outcomes(
+    body: dict[str, Any], entries: Sequence[dict[str, Any]], generation: Generation
+) -> dict[str, Any]:
+    if len(entries) == 1:
+        return {**body, "slo": generation.choices[0].slo_outcome()}
+    for entry, choice in zip(entries, generation.choices, strict=True):
+        entry["slo"] = choice.slo_outcome()
+    return body
 
 
 def _with_slo(chunk: dict[str, Any], choice: Choice, delta: Delta) -> dict[str, Any]:

@@ -7,10 +7,11 @@ refusal has its own status in both modes. Must not know how a token is chosen.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio.to_thread
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
@@ -40,6 +41,7 @@ from controller.api.streaming import (
 
 logger = logging.getLogger("paceline.api")
 
+AnswerT = TypeVar("AnswerT")
 Deltas = AsyncGenerator[tuple[Choice, Delta], None]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -71,7 +73,7 @@ def inference_router(context: ApiContext) -> APIRouter:
         context.require_ready()
         arrived_at = _arrived_at(request, context)
         prepared = await prepare_completion(body, request.headers, arrived_at, context)
-        form = CompletionFormat(speller, body.logprobs)
+        form = CompletionFormat(speller, body.logprobs, body.prompt_logprobs)
         return await _answer(request, body, prepared, form, context)
 
     @router.post(
@@ -84,7 +86,8 @@ def inference_router(context: ApiContext) -> APIRouter:
         context.require_ready()
         arrived_at = _arrived_at(request, context)
         prepared = await prepare_chat(body, request.headers, arrived_at, context)
-        form = ChatFormat(speller, prepared.requests[0].sampling.num_logprobs)
+        num_logprobs = prepared.prompts[0].request.sampling.num_logprobs
+        form = ChatFormat(speller, num_logprobs, body.prompt_logprobs)
         return await _answer(request, body, prepared, form, context)
 
     return router
@@ -112,7 +115,7 @@ async def _answer(
     context: ApiContext,
 ) -> Response:
     async with AsyncExitStack() as stack:
-        generation = stack.enter_context(submitted(prepared, body, context))
+        generation = await stack.enter_async_context(submitted(prepared, body, context))
         deltas = await stack.enter_async_context(aclosing(generation.deltas()))
         envelope = Envelope(
             f"{form.id_prefix}{generation.request_id}", context.created_at(), prepared.model
@@ -128,7 +131,7 @@ async def _answer(
         try:
             if not body.stream:
                 answer = await until_disconnect(
-                    request.receive, _whole(generation, deltas, form, envelope)
+                    request.receive, _whole(generation, deltas, form, envelope, context)
                 )
                 headers = _headers(request, generation, body)
                 headers["server-timing"] = generation.server_timing()
@@ -137,7 +140,7 @@ async def _answer(
         except ClientGoneError:
             on_disconnect()
             return Response(status_code=CLIENT_CLOSED_STATUS)
-        chunks = _chunks(first, generation, deltas, form, envelope, body)
+        chunks = _chunks(first, generation, deltas, form, envelope, body, context)
         headers = _headers(request, generation, body)
         return EventStream(chunks, stack.pop_all(), headers, on_disconnect)
 
@@ -151,12 +154,23 @@ def _headers(request: Request, generation: Generation, body: GenerationBody) -> 
 
 
 async def _whole(
-    generation: Generation, deltas: Deltas, form: Format, envelope: Envelope
+    generation: Generation,
+    deltas: Deltas,
+    form: Format,
+    envelope: Envelope,
+    context: ApiContext,
 ) -> Mapping[str, Any]:
-    parts: list[list[Delta]] = [[] for _ in generation.choices]
+    parts: list[list[Delta]] = [[] for _ in range(generation.num_choices)]
     async for choice, delta in deltas:
         parts[choice.index].append(delta)
+    if generation.has_prompt_scores:
+        return await _off_loop(context, form.whole, envelope, generation, parts)
     return form.whole(envelope, generation, parts)
+
+
+async def _off_loop(context: ApiContext, function: Callable[..., AnswerT], *args: Any) -> AnswerT:
+    """Write what holds a whole prompt's scores on a thread: every stream would wait for it."""
+    return await anyio.to_thread.run_sync(function, *args, limiter=context.tokenizer_limiter)
 
 
 async def _chunks(
@@ -166,6 +180,7 @@ async def _chunks(
     form: Format,
     envelope: Envelope,
     body: GenerationBody,
+    context: ApiContext,
 ) -> AsyncGenerator[bytes, None]:
     options = body.stream_options
     has_usage = options is not None and bool(options.include_usage)
@@ -186,11 +201,17 @@ async def _chunks(
         head = b"" if opening is None else encoded(opening)
         return head + encoded(form.chunk(envelope, choice, delta))
 
+    async def sent(choice: Choice, delta: Delta) -> bytes:
+        # More than one token at once: the prompt, repeated with its scores.
+        if len(delta.tokens) > 1:
+            return await _off_loop(context, all_of, choice, delta)
+        return all_of(choice, delta)
+
     opened: set[int] = set()
     try:
-        yield all_of(*first)
+        yield await sent(*first)
         async for choice, delta in deltas:
-            yield all_of(choice, delta)
+            yield await sent(choice, delta)
         if has_usage:
             yield sse_event(form.usage_chunk(envelope, generation))
         yield DONE

@@ -13,9 +13,10 @@ import anyio.to_thread
 from starlette.datastructures import Headers
 
 from controller.api.context import ApiContext
+from controller.api.echo import EchoedPrompt, echo_of_ids, echo_of_text
 from controller.api.errors import invalid
 from controller.api.headers import read_client_id, read_targets, read_tenant
-from controller.api.schemas import ChatBody, CompletionBody, GenerationBody, Message
+from controller.api.schemas import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody, Message
 from controller.runtime.generation import GenerationRequest
 from engine.request import SamplingParams
 
@@ -31,11 +32,22 @@ the 128 characters of the longest tokens (runs of spaces) in the large vocabular
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A body, ready to be submitted: one request per prompt, in order."""
+class PreparedPrompt:
+    """A prompt, ready to be submitted; `echo` is what stands in front of its completions."""
 
-    requests: tuple[GenerationRequest, ...]
+    request: GenerationRequest
+    echo: EchoedPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A body, ready to be submitted: its prompts in order, each to be completed `num_choices`
+    times.
+    """
+
+    prompts: tuple[PreparedPrompt, ...]
     model: str
+    num_choices: int = 1
 
 
 async def prepare_completion(
@@ -43,11 +55,22 @@ async def prepare_completion(
 ) -> Prepared:
     """Check and tokenise `POST /v1/completions`; ApiError names the field."""
     model = context.check_model(body.model)
-    draft = _draft(body, headers, arrived_at, context, num_logprobs=body.logprobs)
-    max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    draft = _draft(
+        body,
+        headers,
+        arrived_at,
+        context,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=max((n for n in scores if n is not None), default=None),
+    )
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = await _tokenize_prompts(body, context)
+    _check_num_choices(body, len(prompts))
     requests = [_fitted(draft, name, ids, max_tokens, context) for name, ids in prompts.items()]
-    return Prepared(tuple(requests), model)
+    echoes = await _echoes(body, requests, context) if body.echo else [None] * len(requests)
+    ready = map(PreparedPrompt, requests, echoes)
+    return Prepared(tuple(ready), model, body.num_choices)
 
 
 async def prepare_chat(
@@ -58,10 +81,18 @@ async def prepare_chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    draft = _draft(body, headers, arrived_at, context, num_logprobs=num_logprobs)
+    draft = _draft(
+        body,
+        headers,
+        arrived_at,
+        context,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
     ids = await render_messages(body.messages, context)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    return Prepared((_fitted(draft, "messages", ids, max_tokens, context),), model)
+    request = _fitted(draft, "messages", ids, max_tokens, context)
+    return Prepared((PreparedPrompt(request),), model, body.num_choices)
 
 
 async def render_messages(messages: Sequence[Message], context: ApiContext) -> list[int]:
@@ -122,6 +153,42 @@ async def _tokenize_prompts(body: CompletionBody, context: ApiContext) -> dict[s
     return dict(zip(names, prompts, strict=True))
 
 
+def _check_num_choices(body: GenerationBody, num_prompts: int) -> None:
+    if num_prompts * body.num_choices > MAX_CHOICES:
+        message = (
+            f"{num_prompts} prompts with {body.num_choices} completions each are more than"
+            f" {MAX_CHOICES} choices"
+        )
+        raise invalid("n", message)
+
+
+async def _echoes(
+    body: CompletionBody, requests: Sequence[GenerationRequest], context: ApiContext
+) -> list[EchoedPrompt]:
+    """Read every prompt back, off the event loop: a long one takes as long as to tokenise it."""
+    tokenizer = context.service.tokenizer
+    texts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
+    skip_special_tokens = body.skip_special_tokens is not False
+
+    def run() -> list[EchoedPrompt]:
+        if isinstance(texts[0], str):
+            return [
+                echo_of_text(tokenizer, text, request.prompt_token_ids)
+                for text, request in zip(texts, requests, strict=True)
+            ]
+        return [
+            echo_of_ids(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=skip_special_tokens,
+                is_all=request.max_tokens == 0,
+            )
+            for request in requests
+        ]
+
+    return await anyio.to_thread.run_sync(run, limiter=context.tokenizer_limiter)
+
+
 def _check_chars(num_chars: int, name: str, context: ApiContext) -> None:
     """Refuse a text that cannot fit before a tokenizer spends seconds on it."""
     limit = context.service.model.max_model_len * MAX_CHARS_PER_TOKEN
@@ -144,6 +211,7 @@ def _draft(
     context: ApiContext,
     *,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
 ) -> GenerationRequest:
     """Return what the prompts of one body share, without a prompt."""
     targets = read_targets(
@@ -159,12 +227,15 @@ def _draft(
         prompt_token_ids=(),
         max_tokens=1,
         arrived_at=arrived_at,
-        sampling=_sampling(body, context, num_logprobs),
+        sampling=replace(
+            _sampling(body, context, num_logprobs), num_prompt_logprobs=num_prompt_logprobs
+        ),
         slo=targets.slo,
         slo_class=targets.slo_class,
         priority=body.priority or 0,
         tenant=read_tenant(headers, body.user),
         label=read_client_id(headers),
+        cache_salt=body.cache_salt,
     )
 
 
@@ -180,9 +251,11 @@ def _fitted(
     if not ids:
         raise invalid(name, f"{name}: the prompt has no tokens")
     room = min(model.max_model_len, model.num_pool_tokens) - len(ids)
-    if room < 1:
+    least = 0 if max_tokens == 0 else 1
+    if room < least:
+        answer = "; with at least one token of answer it" if least else ", which"
         message = (
-            f"{name}: the prompt has {len(ids)} tokens; with at least one token of answer it"
+            f"{name}: the prompt has {len(ids)} tokens{answer}"
             f" exceeds the context of {model.max_model_len} tokens"
         )
         if model.num_pool_tokens < model.max_model_len:

@@ -47,30 +47,54 @@ class SloOutcome(Answer):
     predicted_ttft_ms: float | None
 
 
+class PromptTokensDetails(Answer):
+    """Prompt tokens that the prefix cache spared; each prompt counts once, however many choices it
+    has.
+    """
+
+    cached_tokens: int
+
+
 class Usage(Answer):
-    """Tokens of the prompt and of the completion."""
+    """Tokens of the prompts, each once, and of all completions."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Answer):
+    """How likely a token was at a position of the prompt; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Answer):
-    """One entry per completion token; `text_offset` counts characters of the completion's text."""
+    """One entry per token; `text_offset` counts characters of the choice's text.
+
+    With `echo` the prompt's tokens come first, the very first one without a score.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
 class CompletionChoice(Answer):
-    """The completion of one prompt."""
+    """One completion; choice i of prompt p has the index p·n + i."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
+    prompt_logprobs: PromptLogprobs | None = None
     slo: SloOutcome | None = None
 
 
@@ -116,12 +140,13 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """The only choice of a chat completion."""
+    """One answer to the conversation."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
+    slo: SloOutcome | None = None
 
 
 class ChatAnswer(Answer):
@@ -133,6 +158,7 @@ class ChatAnswer(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
     slo: SloOutcome | None = None
 
 

@@ -35,6 +35,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 MAX_PROMPTS = 1024
+MAX_CHOICES_PER_PROMPT = 128
+MAX_CHOICES = 1024
+MAX_SALT_CHARS = 512
 _MAX_INT = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -118,6 +121,8 @@ class GenerationBody(Body):
     model: Text | None = Field(default=None, description="Defaults to the served model.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    n: int | None = Field(default=1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_INT)
     min_tokens: int | None = Field(default=0, ge=0, le=_MAX_INT)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
@@ -134,6 +139,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: Text | None = Field(default=None, min_length=1, max_length=MAX_SALT_CHARS)
     user: Text | None = None
     priority: int | None = Field(default=0, ge=-_MAX_INT, le=_MAX_INT)
     service_tier: str | None = None
@@ -180,6 +187,20 @@ class GenerationBody(Body):
                 raise _wrong("a bias must lie in [-100, 100]", suffix)
         return biases
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            problem = "best_of must equal n: every completion that is generated is returned"
+            raise _wrong(problem, ".best_of", "unsupported_parameter")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs are not sent in a stream", ".prompt_logprobs")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
     @property
     def ignored_hints(self) -> tuple[str, ...]:
         """Names of the accepted fields that change nothing."""
@@ -198,6 +219,8 @@ class CompletionBody(GenerationBody):
     unsupported = COMPLETIONS
 
     prompt: Prompt
+    max_tokens: int | None = Field(default=None, ge=0, le=_MAX_INT)
+    echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool | None = True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -50,40 +50,49 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def merge(
-    streams: Sequence[GenerationStream],
-) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
-    """Yield (position, event) of all streams as they come, until every one has ended."""
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, event
-        return
-    queue: asyncio.Queue[tuple[int, GenerationEvent] | BaseException | None] = asyncio.Queue()
+class Merger:
+    """The events of several streams as one series; a stream may be added while it is read.
 
-    async def pump(position: int, stream: GenerationStream) -> None:
+    Close it (`aclose`) to stop reading: streams themselves are not ended.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[int, GenerationEvent] | BaseException | None] = (
+            asyncio.Queue()
+        )
+        self._pumps: list[asyncio.Future[None]] = []
+        self._num_open = 0
+
+    def add(self, position: int, stream: GenerationStream) -> None:
+        """Read one more stream; its events come with `position`."""
+        self._num_open += 1
+        self._pumps.append(asyncio.ensure_future(self._pump(position, stream)))
+
+    async def _pump(self, position: int, stream: GenerationStream) -> None:
         try:
             async for event in stream:
-                queue.put_nowait((position, event))
+                self._queue.put_nowait((position, event))
         except Exception as error:
-            queue.put_nowait(error)
+            self._queue.put_nowait(error)
         else:
-            queue.put_nowait(None)
+            self._queue.put_nowait(None)
 
-    pumps = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            item = await queue.get()
+    async def events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
+        """Yield (position, event) as they come, until every stream has ended."""
+        while self._num_open:
+            item = await self._queue.get()
             if isinstance(item, BaseException):
                 raise item
             if item is None:
-                num_open -= 1
+                self._num_open -= 1
             else:
                 yield item
-    finally:
-        for each in pumps:
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        for each in self._pumps:
             each.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
 def sse_event(payload: Mapping[str, Any]) -> bytes:

@@ -22,16 +22,12 @@ class Unsupported(NamedTuple):
     reason: str
 
 
-_ONE_ANSWER = "one completion per prompt is generated"
 _TEXT_ONLY = "only text is generated"
 _NO_TOOLS = "tool calling is not supported"
 _NO_GUIDE = "constrained output is not supported"
 _NO_TEMPLATE = "only the model's own chat template is used, with a generation prompt"
-_NO_PROMPT_SCORES = "log-probabilities of the prompt are not computed"
 
 COMMON: Mapping[str, Unsupported] = {
-    "n": Unsupported((1,), _ONE_ANSWER),
-    "best_of": Unsupported((1,), _ONE_ANSWER),
     "use_beam_search": Unsupported((False,), "beam search is not supported"),
     "length_penalty": Unsupported((1, 1.0), "beam search is not supported"),
     "early_stopping": Unsupported((False,), "beam search is not supported"),
@@ -45,7 +41,6 @@ COMMON: Mapping[str, Unsupported] = {
     "allowed_token_ids": Unsupported(([],), _NO_GUIDE),
     "bad_words": Unsupported(([],), _NO_GUIDE),
     "logits_processors": Unsupported(([],), "custom logits processors are not supported"),
-    "prompt_logprobs": Unsupported((), _NO_PROMPT_SCORES),
     "truncate_prompt_tokens": Unsupported((), "a prompt is never cut silently"),
     "spaces_between_special_tokens": Unsupported((True,), "special tokens are joined with spaces"),
     "return_token_ids": Unsupported((False,), "token ids are not returned"),
@@ -57,7 +52,6 @@ COMMON: Mapping[str, Unsupported] = {
 
 COMPLETIONS: Mapping[str, Unsupported] = {
     **COMMON,
-    "echo": Unsupported((False,), _NO_PROMPT_SCORES + " and the prompt is not repeated"),
     "suffix": Unsupported(("",), "the model is not asked to fill in the middle"),
     "prompt_embeds": Unsupported((), "prompts are text or token ids"),
 }
@@ -98,9 +92,7 @@ MESSAGE: Mapping[str, Unsupported] = {
     "reasoning_content": Unsupported((), "reasoning is not given back to the model"),
 }
 
-HINTS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "cache_salt"}
-)
+HINTS = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 """Hints that never change an answer: accepted and named in the header
 `x-paceline-ignored-parameters`.
 """

@@ -7,6 +7,7 @@ or a clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -58,6 +59,12 @@ class Detokenizer:
         # A character that the prompt leaves unfinished belongs to the token that finishes it.
         self._num_given = max(len(self._settled), len(self._text.rstrip(REPLACEMENT)))
         self._prompt_text = self._text
+
+    def fork(self) -> Detokenizer:
+        """Return an independent detokenizer in the same state."""
+        twin = copy(self)
+        twin._window = list(self._window)
+        return twin
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is certain now, often one word, sometimes

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from controller.policy.slo import Promise, Slo
 from engine.request import FinishReason, SamplingParams
-from engine.step import Admission, TokenLogprob
+from engine.step import Admission, PromptToken, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,10 @@ class GenerationRequest:
 
     `slo_class` names a class of the settings (None = the server's default); `slo` overrides its
     targets field by field where given. `arrived_at` is on the service's clock, taken before
-    tokenising. `max_tokens` is already clipped to what fits. `label` is the client's own id, echoed
-    only.
+    tokenising. `max_tokens` is already clipped to what fits; 0 computes and scores the prompt
+    alone. `label` is the client's own id, echoed only. Requests with different `cache_salt` never
+    share KV. `ttft_extra_s` is added to the TTFT target, whoever set it: a request that could not
+    start at its arrival (a later choice of a prompt that is computed once) is not late for that.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -34,6 +36,8 @@ class GenerationRequest:
     priority: int = 0
     tenant: str | None = None
     label: str | None = None
+    cache_salt: str | None = None
+    ttft_extra_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,18 @@ class AdmissionEvent:
     """The first verdict on the request (admit or wait; a rejection arrives as `FinishedEvent`)."""
 
     admission: Admission
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """The prompt is computed: once, before the first token or, without one, before a regular end.
+
+    `num_cached_tokens` is what the prefix cache spared. `scores` are those of the prompt's tokens
+    from the second one on, in order, if the request asked for them.
+    """
+
+    num_cached_tokens: int = 0
+    scores: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +75,8 @@ class FinishedEvent:
     """The last event of a stream, exactly one. `admission` is set when the request was rejected
     (`reason` REJECTED).
 
-    `failure` is a line for the client when `reason` is ERROR. `attained` is None for best effort.
+    `failure` is a line for the client when `reason` is ERROR. `num_cached_tokens` of the prompt
+    were spared by the prefix cache. `is_*_met` is None without such a target.
     """
 
     reason: FinishReason
@@ -74,9 +91,10 @@ class FinishedEvent:
     is_ttft_met: bool | None = None
     is_tpot_met: bool | None = None
     is_e2e_met: bool | None = None
+    num_cached_tokens: int = 0
 
 
-GenerationEvent = AdmissionEvent | TokenEvent | FinishedEvent
+GenerationEvent = AdmissionEvent | PromptEvent | TokenEvent | FinishedEvent
 
 
 class GenerationStream(Protocol):
@@ -134,7 +152,11 @@ class ServiceHealth:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client may know about the model; `eos_token_ids` end a text unless `ignore_eos`."""
+    """What a client may know about the model; `eos_token_ids` end a text unless `ignore_eos`.
+
+    Prompts that begin alike share KV in whole blocks of `prefix_block_size` tokens, None if they do
+    not.
+    """
 
     name: str
     source: str
@@ -143,6 +165,7 @@ class ServedModel:
     num_pool_tokens: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    prefix_block_size: int | None = None
 
 
 class InferenceService(Protocol):

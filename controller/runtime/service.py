@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.slo import MAX_TARGET_S, Promise, Slo, SloClass
 from controller.runtime.generation import (
     GenerationRequest,
     ServedModel,
@@ -49,8 +49,11 @@ class PromiseTerms:
         def pick(own: float | None, default: float | None) -> float | None:
             return default if own is None else own
 
+        ttft_s = pick(given.ttft_s, defaults.ttft_s)
+        if ttft_s is not None:
+            ttft_s = min(ttft_s + request.ttft_extra_s, MAX_TARGET_S)
         slo = Slo(
-            ttft_s=pick(given.ttft_s, defaults.ttft_s),
+            ttft_s=ttft_s,
             tpot_s=pick(given.tpot_s, defaults.tpot_s),
             e2e_s=pick(given.e2e_s, defaults.e2e_s),
         )
@@ -89,6 +92,8 @@ class Service:
         self._is_stopping = False
         self._abort_lock = threading.Lock()
         self._fatal: str | None = None
+        # Set by the loop's thread once it will not touch the loop again outside `_abort`.
+        self._is_over = False
         self._num_failures = 0
         self._last_progress_at = clock.now()
 
@@ -132,18 +137,18 @@ class Service:
             # Whoever asks right now must not find the idle time before this request.
             self._last_progress_at = self._clock.now()
         stream = Stream(request_id, asyncio.get_running_loop(), self._end)
-        self._hub.register(stream)
-        self._loop.submit(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                max_tokens=request.max_tokens,
-                arrived_at=request.arrived_at,
-                sampling=request.sampling,
-                promise=promise,
-            )
+        submitted = Request(
+            request_id=request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            arrived_at=request.arrived_at,
+            sampling=request.sampling,
+            promise=promise,
+            cache_salt=request.cache_salt,
         )
-        if self._fatal is not None:
+        self._hub.register(stream, submitted)
+        self._loop.submit(submitted)
+        if self._is_over:
             # The loop's thread is gone: nobody else will end what was just handed in.
             self._abort()
         self._wake.set()
@@ -212,11 +217,22 @@ class Service:
         if self._fatal is None:
             # Whoever slips in after the last look must get an ending too.
             self._fatal = STOPPED
+        self._is_over = True
         self._abort()
 
     def _abort(self) -> None:
         """End whatever is left after a fatal error; any thread, as the loop's is gone by then."""
+        failure = self._fatal or "the engine stopped"
+        ended: tuple[Request, ...] = ()
         with self._abort_lock:
-            ended = self._loop.abort(self._fatal or "the engine stopped")
+            try:
+                ended = self._loop.abort(failure)
+            except Exception:
+                # A device that is lost may not even forget a request; its readers must not wait.
+                logger.exception("the engine could not end its requests")
         self._hub.end_all(ended)
-        self._on_abort(ended)
+        self._hub.end_rest(failure)
+        try:
+            self._on_abort(ended)
+        except Exception:
+            logger.exception("the ends of %d requests could not be recorded", len(ended))

@@ -1,7 +1,8 @@
 """Streams: tokens cross from the loop's thread to the asyncio loops of their readers.
 
-Owns one bounded series of events per request (at most `max_tokens` plus two). A step wakes each
-reader's event loop once, however many of its streams got a token. Must not know HTTP.
+Owns one bounded series of events per request (at most `max_tokens` plus three), and puts the scores
+of a prompt that is computed in chunks together. A step wakes each reader's event loop once, however
+many of its streams got a token. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 
 from controller.runtime.feedback import promise_of
 from controller.runtime.generation import (
     AdmissionEvent,
     FinishedEvent,
     GenerationEvent,
+    PromptEvent,
     TokenEvent,
 )
 from engine.request import FinishReason, Request
-from engine.step import AdmissionAction, StepReport
+from engine.step import AdmissionAction, PromptScores, PromptToken, StepReport
+
+_REGULAR_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Stream:
@@ -67,27 +72,50 @@ class StreamHub:
     """Routes a step's tokens and endings to their streams; a `StepListener`."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, tuple[Stream, Request]] = {}
         self._lock = threading.Lock()
+        # Of prompts that are being computed; the loop's thread alone.
+        self._scores: dict[str, list[PromptToken]] = {}
 
-    def register(self, stream: Stream) -> None:
+    def register(self, stream: Stream, request: Request) -> None:
         """Add a stream before its request is handed to the loop."""
         with self._lock:
-            self._streams[stream.request_id] = stream
+            self._streams[stream.request_id] = (stream, request)
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
-        """Deliver admissions, tokens and endings of one step."""
+        """Deliver admissions, prompts, tokens and endings of one step."""
         events: dict[str, list[GenerationEvent]] = {}
         for admission in report.plan.admissions:
             if admission.action is not AdmissionAction.REJECT:
                 events.setdefault(admission.request_id, []).append(AdmissionEvent(admission))
+        for scores in report.prompt_scores:
+            self._take_scores(scores)
         for token in report.tokens:
-            events.setdefault(token.request_id, []).append(
+            batch = events.setdefault(token.request_id, [])
+            if token.index == 0:
+                batch.append(self._prompt_event(requests[token.request_id]))
+            batch.append(
                 TokenEvent(token.token_id, token.index, token.at, token.logprob, token.top_logprobs)
             )
         for request_id in report.finished:
-            events.setdefault(request_id, []).append(finished_event(requests[request_id]))
+            request = requests[request_id]
+            batch = events.setdefault(request_id, [])
+            # Nothing was asked for but the prompt: there is no token to come after it.
+            if request.num_output_tokens == 0 and request.finish_reason in _REGULAR_ENDS:
+                batch.append(self._prompt_event(request))
+            batch.append(finished_event(request))
+            self._scores.pop(request_id, None)
         self._deliver(events, ended=report.finished)
+
+    def _take_scores(self, scores: PromptScores) -> None:
+        """Append a chunk's scores; what a repeated chunk scores again is not taken twice."""
+        taken = self._scores.setdefault(scores.request_id, [])
+        # The token at position 0 has no score.
+        taken.extend(scores.tokens[max(0, len(taken) + 1 - scores.start) :])
+
+    def _prompt_event(self, request: Request) -> PromptEvent:
+        scores = self._scores.pop(request.request_id, [])
+        return PromptEvent(request.num_cached_tokens, tuple(scores))
 
     def end_all(self, requests: Iterable[Request]) -> None:
         """Deliver the ending of requests that no step will report (after a fatal error)."""
@@ -96,10 +124,24 @@ class StreamHub:
         }
         self._deliver(events, ended=tuple(events))
 
+    def end_rest(self, failure: str) -> None:
+        """Deliver an ERROR to every stream that is left: the loop is gone, and nobody knows its
+        request any more.
+        """
+        with self._lock:
+            left = [request for _, request in self._streams.values()]
+        events: dict[str, list[GenerationEvent]] = {
+            request.request_id: [
+                replace(finished_event(request), reason=FinishReason.ERROR, failure=failure)
+            ]
+            for request in left
+        }
+        self._deliver(events, ended=tuple(events))
+
     def _deliver(self, events: Mapping[str, list[GenerationEvent]], ended: Iterable[str]) -> None:
         with self._lock:
             targets = [
-                (self._streams[request_id], batch)
+                (self._streams[request_id][0], batch)
                 for request_id, batch in events.items()
                 if request_id in self._streams
             ]
@@ -140,4 +182,5 @@ def finished_event(request: Request) -> FinishedEvent:
         is_ttft_met=judged.is_ttft_met,
         is_tpot_met=judged.is_tpot_met,
         is_e2e_met=judged.is_e2e_met,
+        num_cached_tokens=request.num_cached_tokens,
     )

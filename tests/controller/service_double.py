@@ -21,13 +21,14 @@ from controller.runtime.generation import (
     FinishedEvent,
     GenerationEvent,
     GenerationRequest,
+    PromptEvent,
     ServedModel,
     ServiceHealth,
     TokenEvent,
 )
 from engine.clock import VirtualClock
 from engine.request import FinishReason
-from engine.step import Admission, AdmissionAction, TokenLogprob
+from engine.step import Admission, AdmissionAction, PromptToken, TokenLogprob
 
 EOS = 256
 VOCAB_SIZE = 260
@@ -58,6 +59,10 @@ class ByteTokenizer:
         return self.encode(f"{lines}assistant:")
 
 
+def top_of(num_tokens: int) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(t, -1.0 - t / 1000) for t in range(65, 65 + num_tokens))
+
+
 Script = Callable[["ScriptedStream"], AsyncIterator[GenerationEvent]]
 
 
@@ -71,6 +76,7 @@ class ScriptedStream:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     ended_with: list[FinishReason] = field(default_factory=list)
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    num_cached_tokens: int = 0
 
     def __aiter__(self) -> AsyncIterator[GenerationEvent]:
         return self.script(self)
@@ -91,6 +97,17 @@ class ScriptedStream:
             )
         )
 
+    def computed(self) -> PromptEvent:
+        """The prompt is done: token at position i has logprob -i and rank i, if asked for."""
+        asked = self.request.sampling.num_prompt_logprobs
+        ids = self.request.prompt_token_ids
+        scores = (
+            ()
+            if asked is None
+            else tuple(PromptToken(ids[i], -float(i), i, top_of(asked)) for i in range(1, len(ids)))
+        )
+        return PromptEvent(self.num_cached_tokens, scores)
+
     def rejected(self, reason: str, **kwargs: Any) -> FinishedEvent:
         admission = Admission(self.request_id, AdmissionAction.REJECT, reason, **kwargs)
         return self.finished(FinishReason.REJECTED, 0, admission=admission)
@@ -106,7 +123,7 @@ class ScriptedStream:
             len(request.prompt_token_ids),
             num_tokens,
             Promise(request.slo, slo_class, request.arrived_at),
-            **{**times, **kwargs},
+            **{"num_cached_tokens": self.num_cached_tokens, **times, **kwargs},
         )
 
 
@@ -121,15 +138,14 @@ def says(text: str | Sequence[int], *, ends_with_eos: bool = True) -> Script:
         yield stream.admitted()
         ids = tokens_of(text) + ([EOS] if ends_with_eos else [])
         request = stream.request
+        yield stream.computed()
         for index, token in enumerate(ids[: request.max_tokens]):
             if FinishReason.STOP in stream.ended_with:
                 yield stream.finished(FinishReason.STOP, index)
                 return
             asked = request.sampling.num_logprobs
-            top = tuple(TokenLogprob(t, -1.0 - t / 1000) for t in range(65, 65 + (asked or 0)))
-            yield TokenEvent(
-                token, index, 10.0 + index, None if asked is None else -0.5 - index, top
-            )
+            logprob = None if asked is None else -0.5 - index
+            yield TokenEvent(token, index, 10.0 + index, logprob, top_of(asked or 0))
             if token in request.sampling.stop_token_ids:
                 yield stream.finished(FinishReason.STOP, index + 1)
                 return
@@ -148,6 +164,7 @@ def refuses(reason: str, **kwargs: Any) -> Script:
 def fails_after(num_tokens: int, failure: str = "the step failed") -> Script:
     async def script(stream: ScriptedStream) -> AsyncIterator[GenerationEvent]:
         yield stream.admitted()
+        yield stream.computed()
         for index in range(num_tokens):
             yield TokenEvent(97, index, 10.0 + index)
         yield stream.finished(FinishReason.ERROR, num_tokens, failure=failure)
@@ -160,6 +177,7 @@ def hangs_after(num_tokens: int) -> Script:
 
     async def script(stream: ScriptedStream) -> AsyncIterator[GenerationEvent]:
         yield stream.admitted()
+        yield stream.computed()
         for index in range(num_tokens):
             yield TokenEvent(97, index, 10.0 + index)
         await stream.gate.wait()
@@ -172,7 +190,12 @@ class ScriptedService:
     """An `InferenceService` whose streams play scripts in order, the last one again and again."""
 
     def __init__(
-        self, *scripts: Script, max_model_len: int = 200, num_pool_tokens: int = 1000
+        self,
+        *scripts: Script,
+        max_model_len: int = 200,
+        num_pool_tokens: int = 1000,
+        prefix_block_size: int | None = None,
+        num_cached_tokens: int = 0,
     ) -> None:
         self.scripts = list(scripts) or [says("hello")]
         self.clock = VirtualClock(100.0)
@@ -188,7 +211,9 @@ class ScriptedService:
             num_pool_tokens,
             (EOS,),
             True,
+            prefix_block_size,
         )
+        self.num_cached_tokens = num_cached_tokens
 
     def now(self) -> float:
         return self.clock.now()
@@ -196,7 +221,9 @@ class ScriptedService:
     def submit(self, request: GenerationRequest) -> ScriptedStream:
         number = len(self.streams)
         script = self.scripts[min(number, len(self.scripts) - 1)]
-        stream = ScriptedStream(f"run-{number + 1}", request, script)
+        stream = ScriptedStream(
+            f"run-{number + 1}", request, script, num_cached_tokens=self.num_cached_tokens
+        )
         self.streams.append(stream)
         self.submitted.set()
         return stream
@@ -235,6 +262,16 @@ def call(
             return await client.request(method, path, content=sent, headers=raw)
 
     return asyncio.run(run())
+
+
+def usage_of(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str, Any]:
+    """The usage object of an answer."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
 
 
 def sse(text: str) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from tests.controller.service_double import (
     refuses,
     says,
     sse,
+    usage_of,
 )
 
 PATH = "/v1/completions"
@@ -38,7 +39,7 @@ def test_a_whole_answer_carries_text_usage_headers_and_the_promise() -> None:
     assert body["choices"] == [
         {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert body["usage"] == usage_of(3, 6)
     assert body["slo"] == {
         "class": "default", "ttft_ms": 500.0, "tpot_ms": 50.0, "queue_ms": 125.0,
         "ttft_met": True, "tpot_met": None, "predicted_ttft_ms": 250.0,
@@ -131,7 +132,7 @@ def test_usage_comes_in_one_chunk_without_choices_only_when_asked(is_continuous:
     *chunks, usage, done = events
     assert done == "[DONE]"
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert usage["usage"] == usage_of(2, 3)
     running = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert running == ([1, 2, 3, 3] if is_continuous else [None] * 4)
 
@@ -305,16 +306,22 @@ def test_an_end_that_nobody_asked_for_is_an_error(
 
 @pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
 def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error_event(prompt: object) -> None:
-    async def script(stream):  # type: ignore[no-untyped-def]
+    async def says_one_and_waits(stream):  # type: ignore[no-untyped-def]
+        yield stream.admitted()
+        yield TokenEvent(97, 0, 1.0)
+        await stream.gate.wait()
+
+    async def fails(stream):  # type: ignore[no-untyped-def]
         yield stream.admitted()
         yield TokenEvent(97, 0, 1.0)
         raise RuntimeError("a secret detail")
 
-    service = ScriptedService(script)
+    scripts = [fails] if prompt == "x" else [says_one_and_waits, fails]
+    service = ScriptedService(*scripts)
     answer = call(create_app(service), "POST", PATH, body={"prompt": prompt, "stream": True})
     assert answer.status_code == 200
     *chunks, error = sse(answer.text)
-    assert chunks
+    assert len(chunks) == len(scripts)
     assert error["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     for stream in service.streams:

@@ -10,7 +10,6 @@ from controller.api.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from controller.runtime.generation import TokenEvent
 from engine.step import TokenLogprob
 from tests.controller.service_double import ByteTokenizer
 
@@ -35,7 +34,7 @@ class NoLetters(SpacingTokenizer):
 
 
 def scored(*ids: int, top: tuple[TokenLogprob, ...] = ()) -> list[ScoredToken]:
-    return [ScoredToken(TokenEvent(i, n, 0.0, -1.0, top), n) for n, i in enumerate(ids)]
+    return [ScoredToken(i, n, -1.0, top) for n, i in enumerate(ids)]
 
 
 def test_a_token_keeps_the_space_that_it_has_inside_a_text() -> None:

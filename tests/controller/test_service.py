@@ -165,9 +165,10 @@ def test_a_step_wakes_each_event_loop_once() -> None:
     hub, event_loop = StreamHub(), FakeLoop()
     requests = {}
     for name in "abc":
-        hub.register(Stream(name, event_loop, lambda *_: None))  # type: ignore[arg-type]
+        stream = Stream(name, event_loop, lambda *_: None)  # type: ignore[arg-type]
         promise = Promise(Slo(), SloClass("default"), 0.0)
         requests[name] = Request(name, (1,), 5, 0.0, promise=promise)
+        hub.register(stream, requests[name])
     tokens = tuple(EmittedToken(name, 1, 0, 0.0) for name in "abc")
     report = StepReport(1, 0, 0, 0, 0, StepPlan(), True, 3, 0, 0, 0, 9, tokens=tokens)
     hub.on_step(report, requests)
