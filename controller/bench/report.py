@@ -115,7 +115,9 @@ def _row(results: Sequence[SpikeResult], reference: dict[int, SpikeNumbers]) -> 
     )
 
 
-def _cell(spread: Spread | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
+def format_spread(
+    spread: Spread | None, scale: float = 1.0, digits: int = 2, unit: str = ""
+) -> str:
     """Format median and spread; the spread only where several rounds differ."""
     if spread is None:
         return "–"
@@ -153,16 +155,16 @@ def render_table(rows: Sequence[Row], title: str, reference: str = "static 128")
     for row in rows:
         cells = [
             _label(row),
-            _cell(row.largest_gap_s, 1000, 0),
-            _cell(row.normal_gap_s, 1000, 0),
-            _cell(row.gap_ratio, 1, 1, "×"),
-            _cell(row.long_ttft_s, 1000, 0),
-            _cell(row.tokens_per_second, 1, 1),
+            format_spread(row.largest_gap_s, 1000, 0),
+            format_spread(row.normal_gap_s, 1000, 0),
+            format_spread(row.gap_ratio, 1, 1, "×"),
+            format_spread(row.long_ttft_s, 1000, 0),
+            format_spread(row.tokens_per_second, 1, 1),
         ]
         if has_reference:
             cells += [
-                _cell(row.gap_vs_reference, 1, 2, "×"),
-                _cell(row.ttft_vs_reference, 1, 2, "×"),
+                format_spread(row.gap_vs_reference, 1, 2, "×"),
+                format_spread(row.ttft_vs_reference, 1, 2, "×"),
             ]
         table.add_row(*cells)
     return table
@@ -178,10 +180,10 @@ def render_markdown(rows: Iterable[Row], reference: str = "static 128") -> str:
     for row in rows:
         cells = (
             _label(row),
-            _cell(row.gap_ratio, 1, 1, "×"),
-            _cell(row.gap_vs_reference, 1, 2, "×"),
-            _cell(row.ttft_vs_reference, 1, 2, "×"),
-            _cell(row.speed_vs_reference, 1, 2, "×"),
+            format_spread(row.gap_ratio, 1, 1, "×"),
+            format_spread(row.gap_vs_reference, 1, 2, "×"),
+            format_spread(row.ttft_vs_reference, 1, 2, "×"),
+            format_spread(row.speed_vs_reference, 1, 2, "×"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -193,9 +195,9 @@ def render_notes(session: SpikeSession, rows: Iterable[Row]) -> list[str]:
     for row in rows:
         if row.num_held is not None:
             notes.append(
-                f"{row.label}: target {_cell(row.target_ratio, 1, 2, '×')} the normal gap; the"
-                f" largest gap kept it in {row.num_held} of {row.num_valid} rounds, missed it by"
-                f" at most one normal gap in {row.num_held_nearly}"
+                f"{row.label}: target {format_spread(row.target_ratio, 1, 2, '×')} the normal gap;"
+                f" the largest gap kept it in {row.num_held} of {row.num_valid} rounds, missed it"
+                f" by at most one normal gap in {row.num_held_nearly}"
             )
         if row.num_merged_reads:
             notes.append(

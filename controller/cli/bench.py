@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from controller.bench.client import LoadClient, open_http
+from controller.bench.client import LoadClient, StreamClient, open_http
 from controller.bench.report import render_markdown, render_notes, render_table, rows_of, to_json
 from controller.bench.rounds import Contestant, SpikeSession, measure_rounds
 from controller.bench.scenario import DEFAULT_VOCAB_SIZE, PromptSource, SpikeScenario
@@ -31,14 +29,14 @@ from controller.bench.servers import (
     wait_until_ready,
 )
 from controller.bench.spike import PromiseRule
+from controller.cli.bench_peers import peers
+from controller.cli.output import out_folder_exists, progress_bar, wide_console
 from engine.clock import MonotonicClock
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MODEL = "demo"
-PIPED_WIDTH = 160
-"""Columns of the table where no terminal sets them: a table in a log is read unwrapped."""
-
 app = typer.Typer(help="Measure a server over HTTP.", no_args_is_help=True)
+app.command("peers")(peers)
 
 
 @app.callback()
@@ -107,8 +105,7 @@ def spike(
         )
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
-    if out is not None and not out.parent.is_dir():
-        raise typer.BadParameter(f"{out.parent} is not a directory", param_hint="--out")
+    out_folder_exists(out)
     rule = PromiseRule(
         tpot_factor if slo else None, None if long_ttft_ms is None else long_ttft_ms / 1000
     )
@@ -157,7 +154,7 @@ def _running(url: str, model: str, api_key: str | None, rule: PromiseRule) -> Co
     """Return a server that is already running."""
 
     @contextlib.asynccontextmanager
-    async def open_client() -> AsyncIterator[LoadClient]:
+    async def open_client() -> AsyncIterator[StreamClient]:
         async with open_http(url, api_key) as http:
             await wait_until_ready(http, max_polls=1)
             yield LoadClient(http, MonotonicClock(), model)
@@ -177,7 +174,7 @@ def _started(
     config: ServerConfig = SERVER_CONFIGS[key]
 
     @contextlib.asynccontextmanager
-    async def open_client() -> AsyncIterator[LoadClient]:
+    async def open_client() -> AsyncIterator[StreamClient]:
         def command(port: int, database: Path) -> list[str]:
             return serve_command(model, config, port, database, extra)
 
@@ -196,24 +193,7 @@ async def _with_progress(
     contestants: list[Contestant], scenario: SpikeScenario, prompts: PromptSource, rounds: int
 ) -> SpikeSession:
     """Measure, with a progress bar on the terminal if there is one."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-    )
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("spike", total=None)
-
-        def on_stage(label: str, done: int, total: int) -> None:
-            progress.update(task, description=label, completed=done, total=total)
-
+    with progress_bar("spike") as on_stage:
         return await measure_rounds(contestants, scenario, prompts, rounds, on_stage)
 
 
@@ -225,9 +205,7 @@ def _print(session: SpikeSession, about: dict[str, Any], *, is_markdown: bool) -
         f"Spike on {about['model']}: {scenario.num_short} requests decode, a prompt of"
         f" {scenario.long_prompt_tokens} tokens arrives"
     )
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = wide_console()
     if is_markdown:
         console.print(render_markdown(rows), markup=False, soft_wrap=True)
     else:
