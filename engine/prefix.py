@@ -12,6 +12,7 @@ Matches follow events (a block gets a name, a block loses it), never a scan over
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,16 +106,22 @@ class _MatchForest:
             del self._nodes[block]
             child = block
 
-    def containing(self, block: int) -> list[Request]:
-        """Return the requests whose match contains `block`."""
-        found: list[Request] = []
-        pending = [block]
+    def cut(self, block: int) -> list[Request]:
+        """Let every match that contains `block` end before it, and return whose they are."""
+        cut: list[Request] = []
+        pending = [block] if block in self._nodes else []
         while pending:
-            node = self._nodes.get(pending.pop())
-            if node is not None:
-                found.extend(node.ending)
-                pending.extend(node.following)
-        return found
+            node = self._nodes.pop(pending.pop())
+            cut.extend(node.ending)
+            pending.extend(node.following)
+        if cut:
+            table = cut[0].block_table
+            depth = table.index(block)
+            if depth > 0:
+                parent = self._nodes[table[depth - 1]]
+                del parent.following[block]
+                parent.ending.update(dict.fromkeys(cut))
+        return cut
 
 
 class PrefixCache:
@@ -136,7 +143,8 @@ class PrefixCache:
         # Watchers by the name that would lengthen their match.
         self._expecting: dict[bytes, dict[Request, None]] = {}
         self._matches = _MatchForest()
-        # How many leading blocks of each running request have been through `commit`.
+        # How many leading blocks of each running request have been through `commit`; no number
+        # reaches the one of a request that must not name any more.
         self._num_committed: dict[Request, int] = {}
         if is_enabled:
             pool.on_evict = self._on_evict
@@ -202,7 +210,7 @@ class PrefixCache:
         """
         if not self._is_enabled:
             return
-        first = self._num_committed.get(request, 0)
+        first = self._num_committed.setdefault(request, 0)
         num_full = request.num_computed_tokens // self._pool.block_size
         if num_full <= first:
             return
@@ -220,6 +228,15 @@ class PrefixCache:
         # Only now, so that a match grows over all of them at once.
         for name in names:
             self._wake(name)
+
+    def forget_names(self) -> None:
+        """Drop every name because what stands in the blocks is not to be trusted any more.
+
+        Whoever runs now keeps its blocks and names none until it has been released: what it
+        computes from here on depends on what it has.
+        """
+        self._num_committed = dict.fromkeys(self._num_committed, sys.maxsize)
+        self._pool.forget_names()
 
     def release(self, request: Request) -> None:
         """Give back the blocks of a running request and clear its table.
@@ -256,19 +273,17 @@ class PrefixCache:
 
     def _on_evict(self, name: bytes, block: int) -> None:
         """Cut the matches that contain `block` before it: they wait for its name now."""
-        watchers = self._matches.containing(block)
+        watchers = self._matches.cut(block)
         if not watchers:
             return
         # A name tells all tokens before it, so the block stands at the same depth in every match.
         depth = watchers[0].block_table.index(block)
         for request in watchers:
             self._stop_expecting(request)
-            length = len(request.block_table)
-            self._matches.add(request, depth)
-            self._matches.remove(request, length)
             del request.block_table[depth:]
             request.num_computed_tokens = depth * self._pool.block_size
-        self._expecting.setdefault(name, {}).update(dict.fromkeys(watchers))
+        # Nobody waited for the name of a block that was there.
+        self._expecting[name] = dict.fromkeys(watchers)
 
     def _touch(self, request: Request) -> None:
         self._pool.touch(reversed(request.block_table))

@@ -57,6 +57,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool, is_enabled)
         self.slots = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.host: dict[Request, list[list[Content]]] = {}
+        # Requests whose keys and values are spoilt.
+        self.spoilt: set[Request] = set()
 
     def having(self, *phases: RequestPhase) -> list[Request]:
         return [request for request in self.requests if request.phase in phases]
@@ -144,7 +146,9 @@ class BlockMachine(RuleBasedStateMachine):
             block = request.block_table[position // BLOCK_SIZE]
             assert self.pool.num_references(block) == 1, "a shared block is written"
             assert self.pool.name_of(block) is None, "a named block is written"
-            self.slots[block][position % BLOCK_SIZE] = content(request, position + 1)
+            self.slots[block][position % BLOCK_SIZE] = (
+                GARBAGE if request in self.spoilt else content(request, position + 1)
+            )
         request.num_computed_tokens = last
         self.cache.commit(request)
         self.note_names(request)
@@ -162,12 +166,13 @@ class BlockMachine(RuleBasedStateMachine):
         running = self.having(RequestPhase.RUNNING)
         request = running[index % len(running)]
         request.move(RequestPhase.PREEMPTED)
-        if is_swapped:
+        if is_swapped and request not in self.spoilt:
             self.host[request] = [list(self.slots[block]) for block in request.block_table]
             request.host_block_table.extend(range(len(request.block_table)))
             self.cache.release(request)
         else:
             self.cache.release(request)
+            self.spoilt.discard(request)
             self.watch(request)
 
     @precondition(lambda self: self.requests)
@@ -206,6 +211,13 @@ class BlockMachine(RuleBasedStateMachine):
         self.pool.forget_names()
         assert self.pool.num_cached == 0
 
+    @rule()
+    def spoil_everything(self) -> None:
+        self.cache.forget_names()
+        self.slots = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+        self.spoilt.update(self.having(RequestPhase.RUNNING))
+        assert self.pool.num_cached == 0
+
     @invariant()
     def references_are_tables(self) -> None:
         tables = [r.block_table for r in self.having(RequestPhase.RUNNING)] + self.strangers
@@ -233,7 +245,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_runs_reads_its_own_past(self) -> None:
-        for request in self.having(RequestPhase.RUNNING):
+        for request in set(self.having(RequestPhase.RUNNING)) - self.spoilt:
             for position in range(request.num_computed_tokens):
                 block = request.block_table[position // BLOCK_SIZE]
                 assert self.slots[block][position % BLOCK_SIZE] == content(request, position + 1)
