@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional
 
 from engine.device.attention.base import AttentionCall
-from engine.device.inputs import IntArray, StepInputs
+from engine.device.inputs import StepInputs
 from engine.device.kv_cache import LayerGeometry, PagedKvCache
+from engine.device.transfer import IntArray
 
 # A group may spend this factor of the work that its members need on padding, plus a constant below
 # which one more call costs more than the padding does (scores: query rows times keys).
