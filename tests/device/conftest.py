@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+import transformers
 
 from engine.blocks import BlockPool
 from engine.clock import VirtualClock
@@ -30,72 +23,76 @@ from engine.loop import EngineLoop
 from engine.ports import EngineView
 from engine.request import Request, SamplingParams
 from engine.step import Admission, AdmissionAction, StepPlan, StepReport, StepWork, WorkKind
-
-VOCAB_SIZE = 96
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-
-def _llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**_COMMON))
-
-
-def _qwen2() -> Any:
-    return Qwen2ForCausalLM(Qwen2Config(**_COMMON))
-
-
-def _gemma3() -> Any:
-    # The window is shorter than the prompts and no multiple of a block: both edges are crossed.
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **_COMMON,
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=11,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        )
-    )
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {"llama": _llama, "qwen2": _qwen2, "gemma3": _gemma3}
+from tests.device.families import (
+    CORE_FAMILIES,
+    LENGTHS,
+    VOCAB_SIZE,
+    Continuation,
+    build,
+    generate,
+    load_reference,
+)
 
 
 @dataclass(frozen=True)
 class TinyModel:
     """One family: the reference as transformers runs it, and the same weights behind our engine."""
 
+    name: str
     folder: Path
     reference: Any
     served: DecoderModel
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """A tiny random model in float64, its head scaled so that greedy margins are wide."""
-    torch.manual_seed(7)
-    model = FAMILIES[request.param]().to(torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.35)
-        model.lm_head.weight.mul_(20.0)
-    folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    reference = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
-    ).eval()
-    return TinyModel(folder, reference, load_model(str(folder), "float64", "cpu"))
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny products gain nothing from threads, and lose much where other work keeps cores busy."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Return a factory: name of a family -> its tiny random model in float64, made once."""
+    transformers.utils.logging.disable_progress_bar()
+
+    @functools.cache
+    def make(name: str) -> TinyModel:
+        folder = tmp_path_factory.mktemp(name)
+        build(name).save_pretrained(folder)
+        return TinyModel(
+            name, folder, load_reference(folder), load_model(str(folder), "float64", "cpu")
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session", params=CORE_FAMILIES)
+def tiny(request: pytest.FixtureRequest, tiny_family: Callable[[str], TinyModel]) -> TinyModel:
+    """One of the few families that schedules are tested on."""
+    return tiny_family(request.param)
+
+
+@pytest.fixture(scope="session")
+def continuations(
+    tiny_family: Callable[[str], TinyModel], make_prompt: Callable[..., list[int]]
+) -> Callable[[str], dict[int, Continuation]]:
+    """Return a factory: name of a family -> its greedy continuations by prompt length, made once.
+
+    Fails where they would prove nothing: ties, or a model that says the same few tokens.
+    """
+
+    @functools.cache
+    def make(name: str) -> dict[int, Continuation]:
+        reference = tiny_family(name).reference
+        table = {length: generate(reference, make_prompt(length, length)) for length in LENGTHS}
+        num_ties = sum(item.num_ties for item in table.values())
+        num_choices = sum(len(item.tokens) for item in table.values())
+        print(f"{name}: {num_ties} ties in {num_choices} choices")  # noqa: T201 - for a reader of -s
+        assert num_ties == 0
+        assert len({token for item in table.values() for token in item.tokens}) > 10
+        return table
+
+    return make
 
 
 @dataclass

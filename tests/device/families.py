@@ -16,6 +16,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 96
+LENGTHS = (1, 2, 5, 16, 17, 33, 70)
+NUM_NEW = 12
+# A margin below this between the two best logits in float64 counts as a tie: the winner is then an
+# accident of summation order, not something an engine can be held to.
+TIE = 1e-4
 # Shorter than the longer prompts of the tests and no multiple of a block: both edges are crossed.
 WINDOW = 11
 
@@ -41,14 +46,15 @@ class Family:
 
     `settings` go on top of the common ones. Each of `ablations` is a change of the configuration
     that must change what the reference generates with the same weights. `head_scale` widens the
-    margins between logits; `layers` is what the probe must find in the first layer, and `windows`
-    in all of them.
+    margins between logits, `seed` draws weights that do not say the same few tokens; `first_layer`
+    is what the probe must find there, and `windows` in all layers.
     """
 
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     ablations: tuple[Mapping[str, Any], ...] = ()
     head_scale: float = 20.0
+    seed: int = 7
     first_layer: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[int | None, ...] = (None, None, None)
 
@@ -131,6 +137,7 @@ FAMILIES: dict[str, Family] = {
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": True},
         ({"scale_attn_by_inverse_layer_idx": False},),
+        seed=8,
     ),
     "gpt_neox": Family(
         "gpt_neox",
@@ -184,7 +191,7 @@ def build(name: str) -> Any:
     """Return the family's transformers model in float64 with every parameter drawn at random."""
     family = FAMILIES[name]
     config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.settings})
-    torch.manual_seed(7)
+    torch.manual_seed(family.seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -211,3 +218,31 @@ def load_reference(folder: Path, **changes: Any) -> Any:
         # The grouped product of the other implementations knows no float64.
         experts_implementation="eager",
     ).eval()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What transformers says after a prompt: tokens, the logits that they were chosen from (new
+    tokens, vocabulary), and how many of the choices were ties.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+    num_ties: int
+
+
+def generate(reference: Any, prompt: list[int], num_new: int = NUM_NEW) -> Continuation:
+    """Return transformers' greedy continuation."""
+    output = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logits = torch.cat(output.logits)
+    best = logits.topk(2, dim=-1).values
+    num_ties = int((best[:, 0] - best[:, 1] < TIE).sum())
+    return Continuation(prompt, output.sequences[0, len(prompt) :].tolist(), logits, num_ties)

@@ -12,51 +12,20 @@ from transformers import AutoModelForCausalLM
 from engine.device.linear import FewRowLinear
 from engine.device.model import load_model
 from engine.request import FinishReason
+from tests.device.families import NUM_NEW, generate
 
 pytestmark = pytest.mark.device
 
 CHUNKS = [1, 2, 3, 7, 16, 17, 64, None]
-LENGTHS = [1, 2, 5, 16, 17, 33, 70]
-NUM_NEW = 12
-# A margin below this between the two best logits in float64 counts as a tie: the winner is then an
-# accident of summation order, not something an engine can be held to.
-TIE = 1e-7
-
-
-def generate(reference: Any, prompt: list[int], num_new: int) -> tuple[list[int], int]:
-    """Return transformers' greedy continuation and how many of its choices were ties."""
-    output = reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best = torch.stack(output.logits).topk(2, dim=-1).values
-    num_ties = int((best[..., 0] - best[..., 1] < TIE).sum())
-    return output.sequences[0, len(prompt) :].tolist(), num_ties
 
 
 @pytest.fixture(scope="session")
 def expected(
-    tiny: Any, make_prompt: Callable[..., list[int]]
+    tiny: Any, continuations: Callable[[str], Any]
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Prompt and greedy continuation by prompt length; ties are counted and must be none."""
-    table = {}
-    num_ties = 0
-    for length in LENGTHS:
-        prompt = make_prompt(length, length)
-        tokens, ties = generate(tiny.reference, prompt, NUM_NEW)
-        num_ties += ties
-        table[length] = (prompt, tokens)
-    print(  # noqa: T201 - the report of ties that a reader of -s sees
-        f"{type(tiny.reference).__name__}: {num_ties} ties in {len(LENGTHS) * NUM_NEW} choices"
-    )
-    assert num_ties == 0
-    # A model that repeats one token would make every comparison below trivial.
-    assert len({token for _, tokens in table.values() for token in tokens}) > 10
-    return table
+    """Prompt and greedy continuation by prompt length."""
+    table = continuations(tiny.name)
+    return {length: (item.prompt, item.tokens) for length, item in table.items()}
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -104,7 +73,7 @@ def test_float32_goes_through_the_few_row_products(
     requests, tokens = [], []
     for length in (3, 20, 45):
         prompt = make_prompt(length, length)
-        tokens.append(generate(reference, prompt, NUM_NEW)[0])
+        tokens.append(generate(reference, prompt).tokens)
         requests.append(make_request(f"r{length}", prompt, NUM_NEW))
     make_engine(served, chunk).run(requests, gap_steps=1)
     assert [request.output_token_ids for request in requests] == tokens
