@@ -75,6 +75,12 @@ class DecoderModel:
             int(head.weight.shape[0]) if head is not None else text_config.vocab_size
         )
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The transformers model itself, for whoever weighs or watches it; not to be changed."""
+        module: torch.nn.Module = self._model
+        return module
+
     @torch.inference_mode()
     def logits(
         self,

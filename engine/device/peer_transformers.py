@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from engine.device.demo import prepare_demo
+from engine.device.json_lines import LineWriter, claim_stdout, error_line
 from engine.device.model import ModelLoadError
 
 POLL_S = 1.0
@@ -77,21 +77,6 @@ SETTINGS = {
 """Named settings to choose from."""
 
 
-class LineWriter:
-    """Writes one JSON object a line, whole lines only, from any thread."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Write and flush one event."""
-        line = json.dumps({"event": event, **fields}) + "\n"
-        with self._lock:
-            self._stream.write(line)
-            self._stream.flush()
-
-
 class Forwarder:
     """Turns what the manager delivers into lines: tokens as they come, each request's end once."""
 
@@ -109,7 +94,7 @@ class Forwarder:
                 self.forward(output)
             elif self._manager.background_thread_status.fatal_error is not None:
                 error = self._manager.background_thread_status.fatal_error
-                self._writer.write("fatal", error=_line(error))
+                self._writer.write("fatal", error=error_line(error))
                 return
             elif not self._manager.is_running():
                 return
@@ -212,11 +197,6 @@ def _tokenizer_of(path: str) -> Any:
         return None
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the peer; returns the exit code, 1 after a `fatal` line."""
     parser = argparse.ArgumentParser(description="transformers' continuous batching as a peer")
@@ -225,11 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    # Lines belong to the protocol alone; whatever a library prints goes where logs go.
-    protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     transformers.utils.logging.disable_progress_bar()
-    writer = LineWriter(protocol)
+    writer = claim_stdout()
     try:
         serve(
             options.model,
@@ -244,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         # Whatever a version of transformers trips over: one line for the person who measures.
-        writer.write("fatal", error=_line(error))
+        writer.write("fatal", error=error_line(error))
         return 1
     return 0
 
