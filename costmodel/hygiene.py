@@ -34,7 +34,7 @@ _SIZE_STEP: Final = 0.02
 
 
 class RejectReason(enum.StrEnum):
-    """Why a sample did not teach. The last three are known to the caller only, who reports them."""
+    """Why a sample did not teach. The last four are known to the caller only, who reports them."""
 
     NOT_FINITE = "not_finite"
     NOT_POSITIVE = "not_positive"
@@ -44,6 +44,7 @@ class RejectReason(enum.StrEnum):
     WARM_UP = "warm_up"
     FAILED_STEP = "failed_step"
     GRAPH_CAPTURE = "graph_capture"
+    SWAP = "swap"
 
 
 def check_sample(features: StepFeatures, latency_s: float) -> RejectReason | None:

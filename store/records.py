@@ -25,6 +25,7 @@ class EventKind(enum.StrEnum):
     PREEMPTION = "preemption"
     RELEGATION = "relegation"
     STEP_FAILURE = "step_failure"
+    REQUEST_FAILURE = "request_failure"
     DRIFT_ALARM = "drift_alarm"
     TELEMETRY_LOSS = "telemetry_loss"
     RUN_LOST = "run_lost"
@@ -70,7 +71,8 @@ class StepRecord:
 
     `prefill_tokens` .. `chunk_squared_tokens` are the cost model's features, unscaled, in its
     order. Decision fields are those of `engine.step.StepDecision`, None for a planner that gives no
-    account.
+    account. `num_retries` and `num_swapped_blocks` are None in rows that are older than they; so is
+    `num_blocks_cached`.
     """
 
     kind: ClassVar[str] = "step"
@@ -104,6 +106,9 @@ class StepRecord:
     predicted_upper_s: float | None = None
     model_version: int | None = None
     failure: str | None = None
+    num_retries: int | None = None
+    num_swapped_blocks: int | None = None
+    num_blocks_cached: int | None = None
     work: tuple[StepWorkRecord, ...] = ()
 
     @classmethod
@@ -161,6 +166,9 @@ class StepRecord:
             predicted_upper_s=decision.predicted_upper_s if decision else None,
             model_version=decision.model_version if decision else None,
             failure=report.failure,
+            num_retries=report.num_retries,
+            num_swapped_blocks=report.num_swapped_blocks,
+            num_blocks_cached=report.num_blocks_cached,
             work=tuple(work),
         )
 

@@ -189,6 +189,9 @@ def _prediction(connection: Connection, where: _Conditions) -> Summary:
         *where,
         _STEP.predicted_mean_s.is_not(None),
         _STEP.failure.is_(None),
+        # One forward was predicted: neither a search for a failure nor KV on the move.
+        func.coalesce(_STEP.num_retries, 0) == 0,
+        func.coalesce(_STEP.num_swapped_blocks, 0) == 0,
         _STEP.duration_s > 0,
     ]
     regime = case(

@@ -88,6 +88,10 @@ step = Table(
     Column("predicted_upper_s", Double),
     Column("model_version", BigInteger),
     Column("failure", Text),
+    # Since revision 0002; NULL in older rows.
+    Column("num_retries", BigInteger),
+    Column("num_swapped_blocks", BigInteger),
+    Column("num_blocks_cached", BigInteger),
 )
 Index(None, step.c.at, step.c.run_id, step.c.step_no)
 

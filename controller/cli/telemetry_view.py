@@ -64,7 +64,7 @@ def steps_table(rows: Sequence[Row]) -> RenderableType:
     """Return one line per step; times in milliseconds, budgets in prompt tokens."""
     table = _table(
         "step", "<at (UTC)", "chunk", "dec", "actual ms", "predicted", "upper", "N-", "budget",
-        "N+", "<bound by", "slack ms", "run/wait/pre", "kv",
+        "N+", "<bound by", "slack ms", "run/wait/pre", "kv", "<moved",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -82,8 +82,15 @@ def steps_table(rows: Sequence[Row]) -> RenderableType:
             ms(row["slack_s"]),
             f"{row['num_running']}/{row['num_waiting']}/{row['num_preempted']}",
             percent(row["num_blocks_used"] / max(1, row["num_blocks_total"]), 0),
+            _moved(row),
         )
     return table
+
+
+def _moved(row: Row) -> Text:
+    """Return what a step did beside its one forward: blocks swapped (↔), forwards repeated (↻)."""
+    marks = (("↔", row["num_swapped_blocks"]), ("↻", row["num_retries"]))
+    return Text("".join(f"{mark}{count}" for mark, count in marks if count), style="magenta")
 
 
 def _actual(row: Row) -> Text:
@@ -94,9 +101,9 @@ def _actual(row: Row) -> Text:
 
 
 def requests_table(rows: Sequence[Row]) -> RenderableType:
-    """Return one line per request; times in milliseconds."""
+    """Return one line per request; times in milliseconds, cached prompt tokens in brackets."""
     table = _table(
-        "<request", "<at (UTC)", "<class", "prompt", "out", "queue ms", "TTFT", "TPOT", "gap max",
+        "<request", "<at (UTC)", "<class", "prompt", "out", "queue", "TTFT", "TPOT", "gap",
         "<outcome", "<kept",
     )  # fmt: skip
     for row in rows:
@@ -107,7 +114,7 @@ def requests_table(rows: Sequence[Row]) -> RenderableType:
             row["request_id"],
             _clock(row["arrived_at"])[:8],
             row["slo_class"],
-            str(row["num_prompt_tokens"]),
+            _prompt(row),
             str(row["num_output_tokens"]),
             ms(row["queue_s"]),
             _against(row["ttft_s"], row["ttft_target_s"]),
@@ -117,6 +124,11 @@ def requests_table(rows: Sequence[Row]) -> RenderableType:
             _kept(row["attained"]),
         )
     return table
+
+
+def _prompt(row: Row) -> str:
+    cached = row["num_cached_tokens"]
+    return f"{row['num_prompt_tokens']} ({cached})" if cached else str(row["num_prompt_tokens"])
 
 
 def _against(value_s: float | None, target_s: float | None) -> Text:
@@ -167,8 +179,8 @@ def _story(request: Row) -> Text:
     text = Text()
     text.append(
         f"class {request['slo_class']}, arrived {format_instant(request['arrived_at'])};"
-        f" prompt {request['num_prompt_tokens']} tokens, output {request['num_output_tokens']}"
-        f" of at most {request['max_tokens']}\n"
+        f" prompt {request['num_prompt_tokens']} tokens ({request['num_cached_tokens']} cached),"
+        f" output {request['num_output_tokens']} of at most {request['max_tokens']}\n"
     )
     decision = request["decision"] or "no decision"
     text.append(f"decision: {decision}")
@@ -256,7 +268,9 @@ def _comes_before(event: Row, step: Row) -> bool:
 
 
 def _add_event(table: Table, event: Row) -> None:
-    text = Text(f"{event['kind']}: {event['reason']}", style="magenta")
+    method = (event["numbers"] or {}).get("method")
+    how = f" ({method})" if method else ""
+    text = Text(f"{event['kind']}: {event['reason']}{how}", style="magenta")
     table.add_row(_plain(event["step_no"]), "", text)
 
 

@@ -15,7 +15,7 @@ from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from engine.clock import Clock
 from engine.request import FinishReason, Request
-from engine.step import AdmissionAction, PreemptionMethod, StepReport
+from engine.step import AdmissionAction, StepReport
 from store.records import EventKind, EventRecord, Record, RequestRecord, StepRecord
 
 
@@ -56,11 +56,17 @@ class Teacher:
         self._output_lengths = output_lengths
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
-        """Observe the step's duration; a failed step and one without work teach nothing."""
-        if report.is_executed:
-            self._cost_model.observe(StepFeatures.of(report.plan.work), report.duration_s)
-        elif report.failure is not None:
+        """Observe the step's duration.
+
+        A step without work teaches nothing; nor does one whose duration holds more than one forward
+        of its work: forwards that failed, or KV that was moved.
+        """
+        if report.failure is not None or report.num_retries > 0:
             self._cost_model.reject(RejectReason.FAILED_STEP)
+        elif report.is_executed and report.num_swapped_blocks > 0:
+            self._cost_model.reject(RejectReason.SWAP)
+        elif report.is_executed:
+            self._cost_model.observe(StepFeatures.of(report.plan.work), report.duration_s)
         for request_id in report.finished:
             request = requests[request_id]
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -103,7 +109,7 @@ class TelemetryFeed:
             )
         for request_id in report.finished:
             self._offer(request_record(requests[request_id], self._run_id, to_epoch_ms))
-        for event in _events(report, self._run_id, to_epoch_ms):
+        for event in _events(report, requests, self._run_id, to_epoch_ms):
             self._offer(event)
         self._tell_relegations(report, requests, to_epoch_ms)
         self._tell_drift(report, to_epoch_ms)
@@ -201,6 +207,7 @@ def request_record(
         slo_class=promise.slo_class.name,
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
+        num_cached_tokens=request.num_cached_tokens,
         max_tokens=request.max_tokens,
         arrived_at=to_epoch_ms(request.arrived_at),
         arrived_clock_s=request.arrived_at,
@@ -234,7 +241,10 @@ def request_record(
 
 
 def _events(
-    report: StepReport, run_id: str, to_epoch_ms: Callable[[float], int]
+    report: StepReport,
+    requests: Mapping[str, Request],
+    run_id: str,
+    to_epoch_ms: Callable[[float], int],
 ) -> list[EventRecord]:
     at = to_epoch_ms(report.started_at + report.duration_s)
     events = [
@@ -261,10 +271,28 @@ def _events(
             reason="kv_blocks",
             request_id=preemption.request_id,
             step_no=report.step_no,
-            numbers={"is_swapped": preemption.method is PreemptionMethod.SWAP},
+            numbers={
+                "method": preemption.method.value,
+                "num_preemptions": requests[preemption.request_id].num_preemptions,
+            },
         )
         for preemption in report.plan.preemptions
     ]
+    if report.failure is None:
+        # Who failed alone while the rest of the step went on, or in a later look for the culprit.
+        events += [
+            EventRecord(
+                run_id=run_id,
+                at=at,
+                event_kind=EventKind.REQUEST_FAILURE,
+                reason=(requests[request_id].failure or "unknown")[:200],
+                request_id=request_id,
+                step_no=report.step_no,
+                numbers={"num_retries": report.num_retries},
+            )
+            for request_id in report.finished
+            if requests[request_id].finish_reason is FinishReason.ERROR
+        ]
     if report.failure is not None:
         events.append(
             EventRecord(

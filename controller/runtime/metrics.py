@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from controller.policy.slo import Promise
+from controller.runtime.memory_metrics import MemoryMetrics
 from controller.runtime.vllm_metrics import LATENCY_BUCKETS, VllmMetrics
 from costmodel.base import ModelQuality
 from costmodel.features import regime_of
@@ -55,12 +56,17 @@ class Metrics:
         *,
         block_size: int,
         num_blocks: int,
+        is_prefix_cache_enabled: bool = True,
         quality: Callable[[], ModelQuality] | None = None,
         telemetry_counts: Callable[[], TelemetryCounts] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._vllm = VllmMetrics(
-            self.registry, model_name, block_size=block_size, num_blocks=num_blocks
+            self.registry,
+            model_name,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            is_prefix_cache_enabled=is_prefix_cache_enabled,
         )
         self._quality = quality
         self._model = _ModelCollector()
@@ -165,6 +171,7 @@ class Metrics:
         )
         self._slack.set(float("nan"))
         self._preempted = self._gauge("paceline_requests_preempted", "Requests that gave way")
+        self._memory = MemoryMetrics(registry)
         self._admissions = Counter(
             "paceline_admissions", "Verdicts on requests", ["decision", "reason"],
             registry=registry,
@@ -203,6 +210,7 @@ class Metrics:
     def _count_step(self, report: StepReport) -> None:
         plan, decision = report.plan, report.plan.decision
         self._preempted.set(report.num_preempted)
+        self._memory.on_step(report)
         self._planner.observe(report.planner_s)
         if report.failure is not None:
             self._step_failures.inc()

@@ -80,7 +80,13 @@ class VllmMetrics:
     """Feeds the compatible names from step reports; loop's thread only."""
 
     def __init__(
-        self, registry: CollectorRegistry, model_name: str, *, block_size: int, num_blocks: int
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        *,
+        block_size: int,
+        num_blocks: int,
+        is_prefix_cache_enabled: bool = True,
     ) -> None:
         labels = {"model_name": model_name, "engine": "0"}
 
@@ -121,9 +127,13 @@ class VllmMetrics:
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self._preemptions = counter("vllm:num_preemptions", "Preemptions")
-        # There is no prefix cache yet: the names exist, honestly at zero.
-        counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._is_prefix_cache_enabled = is_prefix_cache_enabled
+        self._cache_queries = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
+        self._cache_hits = counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
+        )
         self._iteration_tokens = histogram(
             "vllm:iteration_tokens_total", "Tokens of a step", _ITERATION_BUCKETS
         )
@@ -137,9 +147,12 @@ class VllmMetrics:
         }
         Gauge(
             "vllm:cache_config_info", "KV cache settings, as labels",
-            ("engine", "block_size", "num_gpu_blocks"), registry=registry,
-        ).labels("0", str(block_size), str(num_blocks)).set(1)  # fmt: skip
+            ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"), registry=registry,
+        ).labels(
+            "0", str(block_size), str(num_blocks), str(is_prefix_cache_enabled)
+        ).set(1)  # fmt: skip
         self._last_token_at: dict[str, float] = {}
+        self._started: set[str] = set()
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Take one step's gauges, work and tokens."""
@@ -153,6 +166,7 @@ class VllmMetrics:
             self._iteration_tokens.observe(
                 report.plan.num_prefill_tokens + report.plan.num_decode_tokens
             )
+        self._count_lookups(report, requests)
         self._generation_tokens.inc(len(report.tokens))
         last_token_at = self._last_token_at
         for token in report.tokens:
@@ -165,12 +179,28 @@ class VllmMetrics:
                 self._itl.observe(at - last_token_at[request_id])
             last_token_at[request_id] = at
 
+    def _count_lookups(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Count each request once, in the step in which it first computes something."""
+        for work in report.plan.work:
+            if work.request_id in self._started:
+                continue
+            self._started.add(work.request_id)
+            request = requests[work.request_id]
+            # Whoever wants the prompt scored computes all of it and looks nothing up.
+            if self._is_prefix_cache_enabled and request.sampling.num_prompt_logprobs is None:
+                self._cache_queries.inc(request.num_prompt_tokens)
+                self._cache_hits.inc(request.num_cached_tokens)
+
     def on_request_finished(self, request: Request) -> None:
         """Take one request's whole times; rejected requests were never processed."""
         self._last_token_at.pop(request.request_id, None)
+        self._started.discard(request.request_id)
         reason = request.finish_reason
         if reason not in self._success:
             return
+        if reason is FinishReason.LENGTH and request.num_output_tokens == 0:
+            # Nothing was asked for but the prompt.
+            self._prompt_tokens.inc(request.num_prompt_tokens)
         self._success[reason].inc()
         if request.first_scheduled_at is not None:
             self._queue.observe(request.first_scheduled_at - request.arrived_at)

@@ -175,7 +175,8 @@ def test_predictions_are_held_against_what_happened() -> None:
     work = (StepWork("r", WorkKind.DECODE, 1, 5), StepWork("s", WorkKind.PREFILL, 8, 0))
     for step_no, duration_s in enumerate((0.08, 0.1)):
         plan = StepPlan(work=work, decision=decision())
-        metrics.on_step(report(step_no, plan=plan, duration_s=duration_s), {})
+        named = {name: request(name) for name in "rs"}
+        metrics.on_step(report(step_no, plan=plan, duration_s=duration_s), named)
     assert value(metrics, "paceline_steps_over_predicted_upper_total", regime="mixed") == 1
     name = "paceline_step_prediction_error_ratio"
     assert value(metrics, f"{name}_count", regime="mixed") == 2

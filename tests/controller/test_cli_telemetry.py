@@ -17,7 +17,13 @@ from controller.cli import db, telemetry
 from engine.clock import VirtualClock
 from store import schema
 from store.writer import TelemetryWriter
-from tests.store.samples import life_of_a_request, make_event, make_request, make_run
+from tests.store.samples import (
+    life_of_a_request,
+    make_event,
+    make_request,
+    make_run,
+    make_step,
+)
 
 app = typer.Typer()
 app.add_typer(telemetry.app, name="telemetry")
@@ -36,7 +42,14 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     writer = TelemetryWriter.open(url, make_run(), VirtualClock())
     for record in life_of_a_request():
         writer.offer(record)
-    writer.offer(make_request(LONG_ID, slo_class="code", attained=False, ttft_s=2.3))
+    writer.offer(
+        make_request(
+            LONG_ID, slo_class="code", attained=False, ttft_s=2.3, num_cached_tokens=64,
+            num_preemptions=1,
+        )
+    )  # fmt: skip
+    swap = {"method": "swap", "num_preemptions": 1}
+    writer.offer(make_event(request_id=LONG_ID, step_no=None, numbers=swap))
     writer.offer(
         make_request(
             "req-3",
@@ -93,6 +106,28 @@ def test_steps_are_the_newest_in_time_order(url: str) -> None:
     lines = ask("telemetry", "steps", "--last", "2", "--db", url).splitlines()
     assert [line.split()[0] for line in lines] == ["step", "3", "4"]
     assert "decode_slack" in lines[1]
+
+
+def test_what_was_cached_and_how_a_request_gave_way_is_shown(url: str) -> None:
+    assert "96 (64)" in ask("telemetry", "requests", "--db", url)
+    life = ask("telemetry", "request", LONG_ID, "--db", url)
+    assert "prompt 96 tokens (64 cached)" in life
+    assert "preemption: kv_blocks (swap)" in life
+    assert '"method": "swap"' in ask("telemetry", "events", "--db", url)
+
+
+def test_a_step_that_moved_blocks_or_tried_again_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/telemetry.db"
+    schema.migrate(url)
+    writer = TelemetryWriter.open(url, make_run(), VirtualClock())
+    writer.offer(make_step(1, num_swapped_blocks=12, num_retries=0))
+    writer.offer(make_step(2, num_swapped_blocks=0, num_retries=3))
+    writer.offer(make_step(3))
+    assert writer.close()
+    _, moved, retried, plain = ask("telemetry", "steps", "--db", url).splitlines()
+    assert moved.split()[-1] == "↔12"
+    assert retried.split()[-1] == "↻3"
+    assert plain.split()[-2:] == ["11", "%"]
 
 
 def test_the_database_comes_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +218,12 @@ def test_unusable_databases_are_one_line(tmp_path: Path, command: str) -> None:
 def test_db_upgrade_current_and_check(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/new.db"
     complaint("db", "current", "--db", url, code=2)
-    assert "at revision 0001" in ask("db", "upgrade", "--db", url)
+    head = schema.head_revision()
+    assert f"at revision {head}" in ask("db", "upgrade", "--db", url)
     assert "up to date" in ask("db", "current", "--db", url)
     assert "up to date" in ask("db", "check", "--db", url)
     schema.downgrade(url, "base")
-    assert "at revision none (this version needs 0001)" in ask("db", "current", "--db", url)
+    assert f"at revision none (this version needs {head})" in ask("db", "current", "--db", url)
     result = runner.invoke(app, ["db", "check", "--db", url])
     assert result.exit_code == 1
     assert "run `paceline db upgrade" in result.stderr

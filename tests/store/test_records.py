@@ -35,6 +35,9 @@ def make_report(decision: StepDecision | None) -> StepReport:
         num_blocks_total=20,
         tokens=(EmittedToken("b", 5, 0, 100.25), EmittedToken("a", 6, 4, 100.25)),
         failure=None,
+        num_retries=2,
+        num_swapped_blocks=3,
+        num_blocks_cached=4,
     )
 
 
@@ -54,6 +57,8 @@ def test_report_to_record() -> None:
         StepWorkRecord("c", "prefill", 8, 0),
     )
     assert (record.clock_s, record.num_emitted_tokens) == (100.0, 2)
+    moved = (record.num_retries, record.num_swapped_blocks, record.num_blocks_cached)
+    assert moved == (2, 3, 4)
 
 
 def test_a_planner_that_gives_no_account() -> None:

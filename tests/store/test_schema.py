@@ -101,6 +101,37 @@ def test_upgrade_twice_and_downgrade_to_nothing(empty_url: str) -> None:
         database.close()
 
 
+def test_rows_from_before_the_second_revision_stay_and_know_nothing_of_it(empty_url: str) -> None:
+    schema.migrate(empty_url)
+    assert schema.downgrade(empty_url, "0001").current == "0001"
+    old = {
+        column.name: "r" if column.name == "run_id" else 1
+        for column in metadata.tables["step"].columns
+        if not column.nullable
+    }
+    names = ", ".join(old)
+    database = Database.open_writer(empty_url)
+    try:
+        with database.begin() as connection:
+            assert "num_retries" not in {
+                column["name"] for column in inspect(connection).get_columns("step")
+            }
+            values = ", ".join(f":{name}" for name in old)
+            connection.execute(text(f"INSERT INTO step ({names}) VALUES ({values})"), old)
+    finally:
+        database.close()
+    assert schema.migrate(empty_url).is_current
+    reader = TelemetryReader.open(empty_url)
+    try:
+        (row,) = reader.steps().rows
+    finally:
+        reader.close()
+    assert {name: row[name] for name in old} == old
+    assert [row[name] for name in ("num_retries", "num_swapped_blocks", "num_blocks_cached")] == [
+        None
+    ] * 3
+
+
 def test_migrating_leaves_the_host_programs_logging_and_directory_alone(
     empty_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
