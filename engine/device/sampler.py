@@ -1,37 +1,83 @@
 """Sampling: from one row of logits per request to one token each, in one vectorised pass.
 
-Owns penalties, filters, random numbers and log-probabilities. A request's draws depend on its own
-seed and on how many tokens it has drawn, never on its batch-mates.
+Owns what is cached per request (its key, its history) and the order of the work: change the logits,
+take the best or draw, score. A token depends on the request's row, parameters, output and seed
+alone, never on its batch-mates or on what was executed before.
 """
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.device.drawing import DrawBatch, Draws
+from engine.device.penalties import LogitChanges, apply_changes
+from engine.device.scores import RowScores, likeliest, score_rows
+from engine.device.transfer import AnyArray, to_device, to_host
+from engine.device.uniforms import key_of_request, key_of_seed, uniforms
 from engine.request import Request
-from engine.step import SampledToken, TokenLogprob
+from engine.step import SampledToken
 
 NOT_FINITE = "the model's logits are not finite"
 
-# Nucleus sampling looks at this many of the most likely tokens before it sorts the whole
-# vocabulary.
-_NUCLEUS_HEAD = 1024
+
+class _Cached:
+    """What is kept of one request; valid for that very request object."""
+
+    __slots__ = ("changes", "key", "request")
+
+    def __init__(self, request: Request, vocab_size: int, engine_seed: int) -> None:
+        seed = request.sampling.seed
+        self.request = request
+        self.key = (
+            key_of_request(engine_seed, request.request_id) if seed is None else key_of_seed(seed)
+        )
+        self.changes = LogitChanges(request, vocab_size)
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """A batch that was sampled on the device and whose results are not on the host yet.
+
+    `tensors` are what must be fetched, `Sampler.finish` makes tokens of them. `scored` are the rows
+    that want log-probabilities, `raw` their unchanged logits.
+    """
+
+    requests: Sequence[Request]
+    logits: torch.Tensor
+    choice: torch.Tensor
+    batch: DrawBatch | None
+    draws: Draws | None
+    scored: list[int]
+    raw: torch.Tensor | None
+    scores: RowScores | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Results on the device: choices, cut draws where any, scores where any."""
+        draws = () if self.draws is None else (self.draws.is_cut,)
+        scores = () if self.scores is None else self.scores.tensors
+        return [self.choice, *draws, *scores]
 
 
 class Sampler:
-    """Samples for many requests at once; keeps one random generator per sampling request."""
+    """Samples for many requests at once.
+
+    `seed` decides the draws of requests without a seed of their own; None takes one at random.
+    """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._seeds = np.random.SeedSequence(seed)
-        self._generators: dict[str, np.random.Generator] = {}
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._cache: dict[str, _Cached] = {}
 
     def forget(self, request_id: str) -> None:
-        """Drop the request's generator."""
-        self._generators.pop(request_id, None)
+        """Drop what is cached of a request; unknown ids are ignored."""
+        self._cache.pop(request_id, None)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         """Return one token per row of `logits` (num_requests, vocab_size); the logits may be
@@ -40,133 +86,127 @@ class Sampler:
         A row that holds NaN or +inf, or nothing but -inf, yields a `failure` and harms no other
         row.
         """
-        if not requests:
-            return []
-        wants_logprobs = [r.sampling.num_logprobs is not None for r in requests]
-        raw = logits.clone() if any(wants_logprobs) else logits
-        _apply_penalties(logits, requests)
-        # NaN and +inf win every maximum, so one number per row tells whether the row is sound.
-        peaks, token_ids = logits.max(dim=-1)
-        is_sound = torch.isfinite(peaks).tolist()
-        drawn = [
-            row
-            for row, request in enumerate(requests)
-            if is_sound[row] and not request.sampling.is_greedy
-        ]
-        if drawn:
-            token_ids[drawn] = self._draw(logits[drawn], [requests[row] for row in drawn])
-        chosen = token_ids.tolist()
-        logprobs = _logprobs(raw, token_ids, requests) if any(wants_logprobs) else {}
-        return [
-            _sampled(request, chosen[row], logprobs.get(row))
-            if is_sound[row]
-            else SampledToken(request.request_id, 0, failure=NOT_FINITE)
-            for row, request in enumerate(requests)
-        ]
+        pending = self.start(logits, requests)
+        return self.finish(pending, to_host(pending.tensors, logits.device))
 
-    def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """Draw from softmax(logits / temperature) after the filters, by inverting the CDF."""
-        params = [request.sampling for request in requests]
-
-        def column(values: Sequence[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-        scaled = logits.double() / column([p.temperature for p in params])
-        uniform = column([self._generator(r).random() for r in requests])
-        if all(p.top_k == 0 and p.top_p >= 1 and p.min_p == 0 for p in params):
-            return _invert_cdf(torch.softmax(scaled, dim=-1), uniform)
-        vocab_size = logits.shape[-1]
-        top_k = column([p.top_k or vocab_size for p in params])
-        top_p = column([p.top_p for p in params])
-        min_p = column([p.min_p for p in params])
-        log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
-        width = min(vocab_size, _NUCLEUS_HEAD)
-        while True:
-            values, order = torch.topk(scaled, width, dim=-1)
-            probs = torch.exp(values - log_total)
-            cumulative = probs.cumsum(dim=-1)
-            rank = torch.arange(width, device=logits.device)
-            keep = (rank < top_k) & (cumulative - probs < top_p) & (probs >= min_p * probs[:, :1])
-            # The last column is kept only if the filters may reach further than what was sorted.
-            if width == vocab_size or not bool(keep[:, -1].any()):
-                break
-            width = vocab_size
-        kept = torch.where(keep, probs, 0.0)
-        index = _invert_cdf(kept / kept.sum(dim=-1, keepdim=True), uniform)
-        return order.gather(-1, index[:, None]).squeeze(-1)
-
-    def _generator(self, request: Request) -> np.random.Generator:
-        generator = self._generators.get(request.request_id)
-        if generator is None:
-            seed = request.sampling.seed
-            source = self._seeds.spawn(1)[0] if seed is None else np.random.SeedSequence(abs(seed))
-            generator = np.random.Generator(np.random.PCG64(source))
-            self._generators[request.request_id] = generator
-        return generator
-
-
-def _invert_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return per row the first index whose cumulative probability exceeds `uniform` (n, 1)."""
-    cdf = probs.cumsum(dim=-1)
-    # Rounding may leave the last value below 1; scaling by it keeps the draw inside the support.
-    index = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(-1)
-    return index.clamp_(max=probs.shape[-1] - 1)
-
-
-def _apply_penalties(logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Change `logits` in place: penalties over tokens seen, bias, and no stop before `min_tokens`.
-
-    Repetition penalty divides positive and multiplies negative logits of tokens in prompt or output
-    (CTRL, Keskar et al. 2019); presence and frequency penalties subtract over the output only, as
-    in OpenAI's API.
-    """
-    vocab_size = logits.shape[-1]
-    for row, request in enumerate(requests):
-        params = request.sampling
-        line = logits[row]
-        if params.repetition_penalty != 1.0:
-            seen = _unique(request.known_token_ids(0, request.num_known_tokens), logits.device)[0]
-            value = line[seen]
-            line[seen] = torch.where(
-                value > 0, value / params.repetition_penalty, value * params.repetition_penalty
+    def start(self, logits: torch.Tensor, requests: Sequence[Request]) -> PendingTokens:
+        """Do all the work of `sample` on the device, without waiting for it."""
+        vocab_size, device = logits.shape[-1], logits.device
+        cached = [self._cached(request, vocab_size) for request in requests]
+        scored = [r for r, c in enumerate(requests) if c.sampling.num_logprobs is not None]
+        changed = [row for row, entry in enumerate(cached) if entry.changes.is_needed]
+        raw = None
+        if scored:
+            is_all = len(scored) == len(requests) and not changed
+            raw = logits if is_all else logits[to_device(np.array(scored), device)]
+        if changed:
+            # Half precision would round a penalty away next to a large logit.
+            logits = logits.float() if logits.element_size() < 4 else logits.contiguous()
+            apply_changes(
+                logits,
+                changed,
+                [requests[row] for row in changed],
+                [cached[row].changes for row in changed],
             )
-        if (params.presence_penalty or params.frequency_penalty) and request.output_token_ids:
-            seen, counts = _unique(request.output_token_ids, logits.device)
-            line[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(line.dtype)
-        if params.logit_bias:
-            ids, bias = zip(*params.logit_bias, strict=True)
-            line[list(ids)] += torch.tensor(bias, dtype=line.dtype, device=line.device)
-        if params.stop_token_ids and request.num_output_tokens < params.min_tokens:
-            line[[i for i in params.stop_token_ids if i < vocab_size]] = float("-inf")
+        token_ids = logits.argmax(dim=-1) if requests else logits.new_empty(0, dtype=torch.int64)
+        # NaN and +inf win every maximum, so one number per row tells whether the row is sound.
+        peaks = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+        drawing = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
+        batch, draws = None, None
+        if drawing:
+            keys = np.array([cached[row].key for row in drawing], dtype=np.uint64)
+            indices = np.array([requests[r].num_output_tokens for r in drawing], dtype=np.uint64)
+            params = [requests[row].sampling for row in drawing]
+            batch = DrawBatch(drawing, params, uniforms(keys, indices), vocab_size, device)
+            draws = batch.draw(logits)
+            token_ids.index_copy_(0, draws.rows, draws.token_ids)
+        scores = None
+        if raw is not None:
+            chosen = (
+                token_ids
+                if len(scored) == len(requests)
+                else (token_ids[to_device(np.array(scored), device)])
+            )
+            scores = score_rows(
+                raw, chosen, max(requests[r].sampling.num_logprobs or 0 for r in scored)
+            )
+        return PendingTokens(
+            requests=requests,
+            logits=logits,
+            choice=torch.where(torch.isfinite(peaks), token_ids, -1),
+            batch=batch,
+            draws=draws,
+            scored=scored,
+            raw=raw,
+            scores=scores,
+        )
+
+    def finish(self, pending: PendingTokens, arrays: Sequence[AnyArray]) -> list[SampledToken]:
+        """Make tokens of what was fetched (the arrays of `pending.tensors`, in their order)."""
+        chosen = arrays[0].tolist()
+        scores = list(arrays[1:])
+        if pending.batch is not None:
+            is_cut = np.flatnonzero(scores.pop(0))
+            if len(is_cut):
+                _draw_again(pending, pending.batch, is_cut, chosen, scores)
+        place = {row: index for index, row in enumerate(pending.scored)}
+        return [
+            _token(request, chosen[row], scores, place.get(row))
+            for row, request in enumerate(pending.requests)
+        ]
+
+    def _cached(self, request: Request, vocab_size: int) -> _Cached:
+        entry = self._cache.get(request.request_id)
+        if entry is None or entry.request is not request:
+            entry = _Cached(request, vocab_size, self._seed)
+            self._cache[request.request_id] = entry
+        return entry
 
 
-def _unique(token_ids: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-    return torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device)
+def _draw_again(
+    pending: PendingTokens,
+    batch: DrawBatch,
+    is_cut: AnyArray,
+    chosen: list[int],
+    scores: list[AnyArray],
+) -> None:
+    """Repeat the draws whose filters reached beyond the head, and their scores, in place."""
+    token_ids = batch.again(pending.logits, is_cut)
+    rows = batch.rows[is_cut].tolist()
+    place = {row: index for index, row in enumerate(pending.scored)}
+    again = [(i, place[row]) for i, row in enumerate(rows) if row in place]
+    tensors = [token_ids]
+    if again and pending.raw is not None:
+        mine, theirs = np.array(again, dtype=np.int64).T
+        device = token_ids.device
+        raw = pending.raw[to_device(theirs, device)]
+        tensors.append(score_rows(raw, token_ids[to_device(mine, device)], 0).logprobs)
+    drawn, *logprobs = to_host(tensors, token_ids.device)
+    for row, token_id in zip(rows, drawn.tolist(), strict=True):
+        if chosen[row] >= 0:
+            chosen[row] = token_id
+    if logprobs:
+        scores[0] = scores[0].copy()
+        scores[0][[index for _, index in again]] = logprobs[0]
 
 
-_RowLogprobs = tuple[float, npt.NDArray[np.int64], npt.NDArray[np.float64]]
-
-
-def _logprobs(
-    raw: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[Request]
-) -> dict[int, _RowLogprobs]:
-    """Return (chosen, top ids, top values) under the model's own distribution for rows that ask."""
-    rows = [r for r, request in enumerate(requests) if request.sampling.num_logprobs is not None]
-    widest = max(requests[row].sampling.num_logprobs or 0 for row in rows)
-    table = torch.log_softmax(raw[rows].double(), dim=-1)
-    chosen = table.gather(-1, token_ids[rows][:, None]).squeeze(-1).tolist()
-    values, ids = torch.topk(table, max(1, min(widest, table.shape[-1])), dim=-1)
-    top_ids, top_values = ids.cpu().numpy(), values.cpu().numpy()
-    return {row: (chosen[i], top_ids[i], top_values[i]) for i, row in enumerate(rows)}
-
-
-def _sampled(request: Request, token_id: int, logprobs: _RowLogprobs | None) -> SampledToken:
-    if logprobs is None:
+def _token(
+    request: Request, token_id: int, scores: Sequence[AnyArray], index: int | None
+) -> SampledToken:
+    """Make one token; `index` is its row among the scored ones, None where it is not."""
+    if token_id < 0:
+        return SampledToken(request.request_id, 0, failure=NOT_FINITE)
+    if index is None:
         return SampledToken(request.request_id, token_id)
-    chosen, ids, values = logprobs
-    count = request.sampling.num_logprobs or 0
-    top = tuple(
-        TokenLogprob(int(i), float(v)) for i, v in zip(ids[:count], values[:count], strict=True)
+    logprobs, _, peaks, top_logprobs, top_ids = scores
+    if not math.isfinite(peaks[index]):
+        # A poisoned logit may hide behind a mask, but not from the distribution.
+        return SampledToken(request.request_id, 0, failure=NOT_FINITE)
+    return SampledToken(
+        request.request_id,
+        token_id,
+        logprob=float(logprobs[index]),
+        top_logprobs=likeliest(
+            top_ids[index], top_logprobs[index], request.sampling.num_logprobs or 0
+        ),
     )
-    return SampledToken(request.request_id, token_id, logprob=chosen, top_logprobs=top)

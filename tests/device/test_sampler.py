@@ -30,9 +30,11 @@ def flat_with(peaks: dict[int, float], rows: int = 1) -> torch.Tensor:
 
 
 def draws(logits: torch.Tensor, count: int = 300, **sampling: Any) -> set[int]:
-    sampler = Sampler(seed=1)
-    request = make(**{"temperature": 1.0, **sampling})
-    return {sampler.sample(logits.clone(), [request])[0].token_id for _ in range(count)}
+    """Return what `count` seeds draw."""
+    requests = [
+        make(f"s{seed}", **{"temperature": 1.0, "seed": seed, **sampling}) for seed in range(count)
+    ]
+    return {t.token_id for t in Sampler().sample(logits.repeat(count, 1), requests)}
 
 
 def test_greedy_takes_the_best() -> None:
@@ -62,56 +64,6 @@ def test_min_p_is_relative_to_the_best() -> None:
     logits = torch.full((1, VOCAB_SIZE), -math.inf)
     logits[0, :3] = torch.log(torch.tensor([0.6, 0.34, 0.06]))
     assert draws(logits, min_p=0.2) == {0, 1}
-
-
-def test_frequencies_follow_softmax_at_the_temperature() -> None:
-    logits = torch.full((1, VOCAB_SIZE), -math.inf)
-    logits[0, :2] = torch.tensor([2.0, 0.0])
-    sampler, request = Sampler(seed=3), make(temperature=2.0)
-    hits = sum(sampler.sample(logits.clone(), [request])[0].token_id == 0 for _ in range(4000))
-    expected = 1 / (1 + math.exp(-1.0))
-    # Four standard deviations of a binomial of 4,000 draws.
-    assert abs(hits / 4000 - expected) < 4 * math.sqrt(expected * (1 - expected) / 4000)
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 50}])
-def test_a_seed_means_the_same_alone_and_in_any_batch(filters: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(8, VOCAB_SIZE)
-
-    def series(batch: int, place: int) -> list[int]:
-        sampler = Sampler(seed=batch)
-        mates = [make(f"m{i}", temperature=0.7, seed=i + 50) for i in range(batch)]
-        mates[place] = make("mine", temperature=1.3, seed=11, **filters)
-        logits = rows[:batch].clone()
-        logits[place] = rows[7]
-        return [sampler.sample(logits.clone(), mates)[place].token_id for _ in range(20)]
-
-    alone = series(1, 0)
-    assert len(set(alone)) > 5
-    assert series(4, 2) == alone
-    assert series(7, 6) == alone
-
-
-def test_forgetting_restarts_a_seed_and_other_seeds_differ() -> None:
-    logits = flat_with({})
-    sampler = Sampler(seed=0)
-    first = [
-        sampler.sample(logits.clone(), [make(temperature=1.0, seed=4)])[0].token_id
-        for _ in range(5)
-    ]
-    sampler.forget("a")
-    again = [
-        sampler.sample(logits.clone(), [make(temperature=1.0, seed=4)])[0].token_id
-        for _ in range(5)
-    ]
-    sampler.forget("a")
-    other = [
-        sampler.sample(logits.clone(), [make(temperature=1.0, seed=5)])[0].token_id
-        for _ in range(5)
-    ]
-    assert first == again
-    assert first != other
 
 
 def test_penalties_and_bias_change_only_their_own_row() -> None:
