@@ -97,6 +97,9 @@ class Settings(BaseSettings):
         None, "bytes of the KV pool (default: 1 GiB on CPU, 70 % of free memory on CUDA)",
         _ENGINE, ge=1,
     )  # fmt: skip
+    is_prefix_caching_enabled: bool = _setting(
+        True, "share the KV of prompts that begin alike", _ENGINE
+    )
     max_num_seqs: int = _setting(64, "most running requests", _ENGINE, ge=1, le=4096)
     max_num_batched_tokens: int | None = _setting(
         None,

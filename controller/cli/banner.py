@@ -13,6 +13,7 @@ from store.urls import mask_url
 
 if TYPE_CHECKING:
     from controller.runtime.wiring import Runtime
+    from engine.config import EngineConfig
 
 
 def banner(runtime: Runtime, url: str) -> str:
@@ -34,6 +35,7 @@ def banner(runtime: Runtime, url: str) -> str:
             f" {engine.block_size} ({engine.kv_bytes / 2**20:,.0f} MiB);"
             f" context {engine.max_model_len:,}",
         ),
+        ("KV reuse", _reuse(config)),
         ("policy", f"{settings.policy}: {budget}; at most {config.max_num_seqs} running"),
         ("classes", "; ".join(_describe(item) for item in settings.slo_classes.values())),
         ("cost model", _cost_model(runtime)),
@@ -44,6 +46,17 @@ def banner(runtime: Runtime, url: str) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([f"Paceline {metadata.version('paceline')}", *lines])
+
+
+def _reuse(config: EngineConfig) -> str:
+    prefix = "prefix cache on" if config.is_prefix_cache_enabled else "prefix cache off"
+    if not config.num_host_blocks:
+        return f"{prefix}; preempted requests are computed again"
+    num_tokens = config.num_host_blocks * config.block_size
+    return (
+        f"{prefix}; host memory for {num_tokens:,} tokens in {config.num_host_blocks:,} blocks"
+        " of preempted requests"
+    )
 
 
 def _describe(item: SloClass) -> str:

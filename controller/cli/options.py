@@ -19,7 +19,11 @@ from pydantic.fields import FieldInfo
 
 from controller.config import Settings
 
-_FLAG_NAMES = {"is_warmup_enabled": "warmup", "is_lenient_slo": "lenient-slo"}
+_FLAG_NAMES = {
+    "is_warmup_enabled": "warmup",
+    "is_lenient_slo": "lenient-slo",
+    "is_prefix_caching_enabled": "enable-prefix-caching",
+}
 _NOT_FLAGS = frozenset({"model", "planner"})
 
 

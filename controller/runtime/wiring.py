@@ -109,6 +109,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         settings.model_name,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        is_prefix_cache_enabled=config.is_prefix_cache_enabled,
         quality=cost_model.quality,
         telemetry_counts=writer.stats,
     )
@@ -145,6 +146,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
             num_pool_tokens=config.num_pool_tokens,
             eos_token_ids=engine.eos_token_ids,
             has_chat_template=engine.tokenizer.has_chat_template,
+            prefix_block_size=engine.block_size if config.is_prefix_cache_enabled else None,
         ),
         engine.tokenizer,
         PromiseTerms(settings.slo_classes, settings.default_slo_class),
@@ -201,6 +203,7 @@ def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.effective_max_num_batched_tokens,
             max_waiting_requests=settings.max_waiting_requests,
+            is_prefix_cache_enabled=settings.is_prefix_caching_enabled,
         )
     except ValueError as error:
         raise StartupError(str(error)) from error
