@@ -46,13 +46,19 @@ class FewRowLinear(nn.Linear):
 def use_few_row_linear(model: nn.Module) -> int:
     """Make every plain float32 `Linear` on the CPU a `FewRowLinear`; return how many.
 
-    The modules keep their parameters and their place: only the class changes. Subclasses (quantised
-    layers, say) are left alone.
+    The modules keep their parameters and their place: only the class changes. Left alone is what
+    has a product of its own: subclasses, and plain modules whose weight is quantised (a tensor
+    subclass, or anything but a float32 matrix).
     """
     changed = 0
     for module in model.modules():
-        is_plain = type(module) is nn.Linear
-        if is_plain and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+        if type(module) is nn.Linear and _is_plain_float32(module.weight):
             module.__class__ = FewRowLinear
             changed += 1
     return changed
+
+
+def _is_plain_float32(weight: torch.Tensor) -> bool:
+    """Whether a weight is what it looks like: quantised tensors may claim to be float32."""
+    is_plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
+    return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32
