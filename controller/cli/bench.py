@@ -30,18 +30,20 @@ from controller.bench.servers import (
 )
 from controller.bench.spike import PromiseRule
 from controller.cli.bench_peers import peers
+from controller.cli.bench_roofline import roofline
 from controller.cli.output import out_folder_exists, progress_bar, wide_console
 from engine.clock import MonotonicClock
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MODEL = "demo"
-app = typer.Typer(help="Measure a server over HTTP.", no_args_is_help=True)
+app = typer.Typer(help="Measure servers, peers and this machine.", no_args_is_help=True)
 app.command("peers")(peers)
+app.command("roofline")(roofline)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure a server over HTTP."""
+    """Measure servers, peers and this machine."""
 
 
 @app.command()
