@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 
-.PHONY: help serve test check format bench-spike clean
+.PHONY: help serve test check format bench-spike bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -42,6 +42,9 @@ format: $(VENV)/.dev  ## Format and fix what can be fixed
 
 bench-spike: $(VENV)/.serve  ## Reproduce the README's spike table (minutes)
 	@$(BIN)/paceline bench spike --serve $(MODEL) $(ARGS)
+
+bench-peers: $(VENV)/.serve  ## Measure beside transformers on the same weights (many minutes)
+	@$(BIN)/paceline bench peers --serve $(MODEL) $(ARGS)
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
