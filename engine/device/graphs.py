@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.device.attention.base import AttentionBackend
 from engine.device.inputs import StepInputs
 
 logger = logging.getLogger("paceline")
@@ -81,6 +82,40 @@ class GraphLimits:
     def max_blocks(self) -> int:
         """Blocks of the longest context."""
         return -(-self.max_context // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRequest:
+    """Asks a runner for graphs of up to `max_batch` decodes with contexts of up to `max_context`.
+
+    `record` None records CUDA graphs (tests hand in a double).
+    """
+
+    max_batch: int
+    max_context: int
+    record: Recorder | None = None
+
+
+def make_graphs(
+    request: GraphRequest,
+    forward: Callable[[StepInputs], torch.Tensor],
+    backend: AttentionBackend,
+    block_size: int,
+    scratch_block: int,
+    device: torch.device,
+) -> tuple[DecodeGraphs | None, str | None]:
+    """Return recorded graphs, or None and why there are none."""
+    if not backend.is_capturable:
+        return None, f"attention backend {backend.name} cannot be recorded"
+    record = request.record
+    if record is None:
+        if device.type != "cuda":
+            return None, f"no CUDA graphs on {device.type}"
+        record = CudaRecorder(device)
+    limits = GraphLimits(request.max_batch, request.max_context, block_size, scratch_block)
+    graphs = DecodeGraphs(forward, limits, device, record)
+    reason = graphs.capture()
+    return (graphs, None) if reason is None else (None, reason)
 
 
 class DecodeGraphs:
@@ -150,6 +185,7 @@ class DecodeGraphs:
         index = bisect.bisect_left(self._sizes, len(inputs.query_lengths))
         return self._sizes[index] if index < len(self._sizes) else None
 
+    @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Return the logits (num_tokens, vocab_size) of every row, or None if it must run.
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.device.attention.base import AttentionBackend, PagedStepContext
 from engine.device.failures import explained
+from engine.device.graphs import GraphRequest, make_graphs
 from engine.device.inputs import InputBuilder, StepInputs
 from engine.device.kv_cache import PagedKvCache
 from engine.device.model import DecoderModel
@@ -23,7 +24,11 @@ from engine.step import SampledToken, StepOutput, StepPlan
 
 
 class TorchRunner:
-    """Implements `engine.ports.ModelRunner` on a torch device."""
+    """Implements `engine.ports.ModelRunner` on a torch device.
+
+    With `graphs`, steps of decodes alone replay what is recorded here; one block more than
+    `num_blocks` is allocated, for the rows that pad a batch.
+    """
 
     def __init__(
         self,
@@ -33,15 +38,42 @@ class TorchRunner:
         block_size: int,
         seed: int | None = None,
         num_host_blocks: int = 0,
+        graphs: GraphRequest | None = None,
     ) -> None:
-        backend.check(block_size, model.dtype, model.device)
+        backend.check(block_size, model.dtype, model.device, model.layers)
         self._model = model
         self._backend = backend
+        num_scratch = 0 if graphs is None else 1
         self._cache = PagedKvCache(
-            model.layers, num_blocks, block_size, model.dtype, model.device, num_host_blocks
+            model.layers,
+            num_blocks + num_scratch,
+            block_size,
+            model.dtype,
+            model.device,
+            num_host_blocks,
         )
         self._inputs = InputBuilder(block_size, model.device, model.vocab_size)
         self._sampler = Sampler(seed)
+        self._graphs, self._graphs_off = None, None
+        if graphs is not None:
+            self._graphs, self._graphs_off = make_graphs(
+                graphs, self._all_logits, backend, block_size, num_blocks, model.device
+            )
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """The padded batch sizes of decode steps that are replayed as graphs."""
+        return () if self._graphs is None else self._graphs.sizes
+
+    @property
+    def graphs_off(self) -> str | None:
+        """Why the graphs that were asked for are not there; None if they are, or nobody asked."""
+        return self._graphs_off
+
+    @property
+    def num_graph_replays(self) -> int:
+        """Steps that were replayed so far."""
+        return 0 if self._graphs is None else self._graphs.num_replayed
 
     def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         """Run the step; returns once its results are on the host.
@@ -72,12 +104,7 @@ class TorchRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         inputs = self._inputs.build(plan, requests)
-        logits = self._model.logits(
-            inputs.input_ids,
-            inputs.position_ids,
-            inputs.logit_rows,
-            PagedStepContext(inputs, self._cache, self._backend),
-        )
+        logits = self._logits(inputs)
         num_sampled = len(inputs.sample_ids)
         # Scores first: sampling may change the logits of its own rows, not of these.
         scores = self._score(logits[num_sampled:], inputs, requests)
@@ -93,6 +120,22 @@ class TorchRunner:
             tokens = [token for token in tokens if token.request_id not in unsound]
             tokens += [SampledToken(i, 0, failure=NOT_FINITE) for i in unsound]
         return StepOutput(tokens, scored)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the logits of the rows that are wanted, replayed where a graph fits the step."""
+        replayed = None if self._graphs is None else self._graphs.run(inputs)
+        if replayed is None:
+            return self._forward(inputs, inputs.logit_rows)
+        # Decodes want every row, in order; a one-token chunk in the middle of a prompt wants none.
+        is_all = len(inputs.sample_ids) == len(replayed) and not inputs.score_spans
+        return replayed if is_all else replayed[inputs.logit_rows]
+
+    def _all_logits(self, inputs: StepInputs) -> torch.Tensor:
+        return self._forward(inputs, inputs.sample_rows)
+
+    def _forward(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
+        context = PagedStepContext(inputs, self._cache, self._backend)
+        return self._model.logits(inputs.input_ids, inputs.position_ids, rows, context)
 
     def _score(
         self, logits: torch.Tensor, inputs: StepInputs, requests: Mapping[str, Request]
