@@ -10,18 +10,33 @@ from dataclasses import dataclass
 import torch
 import transformers
 
+from engine.blocks import num_blocks_for
 from engine.device.attention.base import UnsupportedByBackendError
 from engine.device.attention.choice import choose_backend
+from engine.device.checkpoint import find_checkpoint, load_config, one_line
 from engine.device.demo import Progress, prepare_demo
-from engine.device.kv_cache import default_kv_bytes, num_blocks_within
-from engine.device.model import DecoderModel, ModelLoadError, load_model
+from engine.device.kv_cache import num_bytes_per_block
+from engine.device.memory import (
+    available_bytes,
+    default_host_pool_bytes,
+    default_pool_bytes,
+    host_available_bytes,
+    in_words,
+)
+from engine.device.model import DecoderModel
 from engine.device.runner import TorchRunner
-from engine.device.tokenizer import HubTokenizer, load_tokenizer
+from engine.device.servable import ModelLoadError, check_config, is_context_cut
+from engine.device.tokenizer import HubTokenizer, fit_tokenizer, read_tokenizer
+from engine.device.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What can be chosen; None and `auto` leave the choice to the device."""
+    """What can be chosen; None and `auto` leave the choice to the device.
+
+    `host_kv_bytes` is the host memory that takes the KV of preempted requests: 0 leaves the choice
+    to the device too, less than a block's bytes switches it off.
+    """
 
     dtype: str = "auto"
     device: str = "auto"
@@ -31,6 +46,7 @@ class DeviceOptions:
     max_model_len: int | None = None
     chat_template: str | None = None
     seed: int | None = None
+    host_kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +65,73 @@ class LoadedEngine:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kv_bytes: int
+    num_host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """The KV pool and the host pool, in blocks of `block_bytes`; `kv_bytes` were asked for."""
+
+    kv_bytes: int
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    num_host_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.num_blocks * self.block_size
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes of a pool that holds `num_tokens`."""
+        return num_blocks_for(num_tokens, self.block_size) * self.block_bytes
 
 
 def load_engine(source: str, options: DeviceOptions, progress: Progress) -> LoadedEngine:
-    """Load `source` (`demo`, a directory or a hub id); ModelLoadError says what to change."""
+    """Load `source` (`demo`, a directory, a GGUF file or a hub id); ModelLoadError says what to
+    change.
+    """
+    # What they would draw and tell is told by us: progress, and errors in one line.
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     device = _device_of(options.device)
     # A directory of that name is `./demo`: the word alone means the same thing everywhere.
     path = str(prepare_demo(progress)) if source == "demo" else source
-    progress(0, 2, "loading the weights")
-    model = load_model(path, options.dtype, device)
-    progress(1, 2, "loading the tokenizer")
-    tokenizer = load_tokenizer(path, model.vocab_size, options.chat_template)
+    checkpoint = find_checkpoint(path)
+    config = load_config(checkpoint)
+    check_config(config)
+    # The tokenizer first: what is wrong with it should not cost the loading of the weights.
+    progress(0, 2, "loading the tokenizer")
+    inner = read_tokenizer(checkpoint)
+    progress(1, 2, "loading the weights")
+    model = DecoderModel(load_weights(checkpoint, config, options.dtype, device), path)
     progress(2, 2, "done")
+    tokenizer = fit_tokenizer(inner, path, model.vocab_size, options.chat_template)
     try:
         backend, block_size = choose_backend(
             options.attention_backend, options.block_size, model.dtype, model.device, model.layers
         )
     except UnsupportedByBackendError as error:
         raise ModelLoadError(str(error)) from error
-    kv_bytes = options.kv_cache_memory_bytes or default_kv_bytes(model.device)
-    num_blocks = num_blocks_within(kv_bytes, model.layers, block_size, model.dtype)
-    max_model_len = _max_model_len(options.max_model_len, model, num_blocks * block_size, kv_bytes)
+    pools = _pools(options, model, block_size)
+    max_model_len = _max_model_len(options, model, is_context_cut(config), pools)
     try:
-        runner = TorchRunner(model, backend, num_blocks, block_size, options.seed)
+        runner = TorchRunner(
+            model,
+            backend,
+            pools.num_blocks,
+            block_size,
+            options.seed,
+            num_host_blocks=pools.num_host_blocks,
+        )
     except (RuntimeError, MemoryError) as error:
+        host_words = in_words(pools.num_host_blocks * pools.block_bytes)
+        left = in_words(available_bytes(model.device))
         raise ModelLoadError(
-            f"cannot allocate {kv_bytes / 2**20:,.0f} MiB for the KV pool: lower"
-            f" --kv-cache-memory-bytes ({' '.join(str(error).split())[:120]})"
+            f"cannot allocate {in_words(pools.kv_bytes)} for the KV pool and {host_words} of host"
+            f" memory beside it, {left} are left on {model.device}: lower --kv-cache-memory-bytes"
+            f" ({one_line(error)[:120]})"
         ) from error
     return LoadedEngine(
         runner=runner,
@@ -86,11 +141,12 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
         dtype=str(model.dtype).removeprefix("torch."),
         attention_backend=backend.name,
         block_size=block_size,
-        num_blocks=num_blocks,
+        num_blocks=pools.num_blocks,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        kv_bytes=kv_bytes,
+        kv_bytes=pools.kv_bytes,
+        num_host_blocks=pools.num_host_blocks,
     )
 
 
@@ -105,22 +161,65 @@ def _device_of(name: str) -> str:
     return name
 
 
-def _max_model_len(asked: int | None, model: DecoderModel, pool_tokens: int, kv_bytes: int) -> int:
-    longest = model.max_position_embeddings
-    if pool_tokens < 2:
+def _pools(options: DeviceOptions, model: DecoderModel, block_size: int) -> _Pools:
+    """Size both pools by what was asked for, or by what memory there is."""
+    available = available_bytes(model.device)
+    block_bytes = num_bytes_per_block(model.layers, block_size, model.dtype)
+    asked = options.kv_cache_memory_bytes
+    kv_bytes = asked or default_pool_bytes(model.device, available)
+    if kv_bytes > available:
         raise ModelLoadError(
-            f"--kv-cache-memory-bytes {kv_bytes}: holds {pool_tokens} tokens; raise it"
+            f"--kv-cache-memory-bytes {kv_bytes}: {in_words(available)} are available on"
+            f" {model.device} ({available} bytes); lower it"
         )
-    if asked is None:
-        return min(longest, pool_tokens)
-    if asked > longest:
-        raise ModelLoadError(f"--max-model-len {asked}: the model's own limit is {longest}")
-    if asked > pool_tokens:
+    if kv_bytes < block_bytes:
+        what = f"--kv-cache-memory-bytes {kv_bytes}: "
+        if asked is None:
+            what = f"{in_words(available)} are available on {model.device}, and the KV pool would"
+            what += f" take {in_words(kv_bytes)} of it: "
         raise ModelLoadError(
-            f"--max-model-len {asked}: the KV pool holds {pool_tokens} tokens; raise"
-            " --kv-cache-memory-bytes or lower --max-model-len"
+            f"{what}a block of {block_size} tokens takes {block_bytes} bytes; free memory, raise"
+            " --kv-cache-memory-bytes or lower --block-size"
         )
-    return asked
+    on_cpu = model.device.type == "cpu"
+    host_available = max(0, available - kv_bytes) if on_cpu else host_available_bytes()
+    host_bytes = options.host_kv_bytes or default_host_pool_bytes(
+        model.device, kv_bytes, host_available
+    )
+    if host_bytes > host_available:
+        raise ModelLoadError(
+            f"{host_bytes} bytes of host memory for preempted requests: {in_words(host_available)}"
+            f" are available beside the KV pool ({host_available} bytes)"
+        )
+    return _Pools(
+        kv_bytes, block_size, block_bytes, kv_bytes // block_bytes, host_bytes // block_bytes
+    )
+
+
+def _max_model_len(options: DeviceOptions, model: DecoderModel, is_cut: bool, pools: _Pools) -> int:
+    """Return the longest context: what was asked for, or the model's own as far as a pool that
+    nobody sized holds it.
+    """
+    longest, asked = model.max_position_embeddings, options.max_model_len
+    if asked is not None and asked > longest:
+        why = ", beyond which its rotary scaling depends on the batch" if is_cut else ""
+        raise ModelLoadError(f"--max-model-len {asked}: the model's own limit is {longest}{why}")
+    wanted = asked or longest
+    if wanted <= pools.num_tokens:
+        return wanted
+    holds = f"the KV pool holds {pools.num_tokens} tokens in {pools.num_blocks} blocks"
+    raise_it = f"raise --kv-cache-memory-bytes to at least {pools.bytes_for(wanted)}"
+    if asked is not None:
+        raise ModelLoadError(
+            f"--max-model-len {asked}: {holds}; {raise_it} or lower --max-model-len"
+        )
+    if options.kv_cache_memory_bytes is not None:
+        raise ModelLoadError(
+            f"--kv-cache-memory-bytes {pools.kv_bytes}: {holds}, and the model's context is"
+            f" {longest}; {raise_it}, or bound the context with --max-model-len"
+            f" {pools.num_tokens}"
+        )
+    return pools.num_tokens
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.device.model import ModelLoadError
+from engine.device.checkpoint import Checkpoint, find_checkpoint, gguf_options, one_line
+from engine.device.servable import ModelLoadError
 
 
 class HubTokenizer:
@@ -68,14 +71,71 @@ class HubTokenizer:
 
 def load_tokenizer(source: str, vocab_size: int, chat_template: str | None = None) -> HubTokenizer:
     """Load the tokenizer beside the model; ModelLoadError if there is none that fits."""
+    return fit_tokenizer(read_tokenizer(find_checkpoint(source)), source, vocab_size, chat_template)
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
+    """Read the checkpoint's tokenizer, a GGUF file's own; ModelLoadError if there is none."""
+    source = checkpoint.source
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.location, trust_remote_code=False, **gguf_options(checkpoint)
+        )
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise ModelLoadError(f"{source}: no usable tokenizer: {text}") from error
+        if "trust_remote_code" in str(error):
+            raise ModelLoadError(
+                f"{source}: no usable tokenizer: it brings Python code of its own (auto_map), and"
+                " code from a checkpoint is never run"
+            ) from error
+        raise ModelLoadError(f"{source}: no usable tokenizer: {one_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelLoadError(
+            f"{source}: no usable tokenizer: {type(tokenizer).__name__} is not safe to use from"
+            " several threads; convert it to tokenizer.json"
+        )
+    return tokenizer
+
+
+def fit_tokenizer(
+    tokenizer: PreTrainedTokenizerFast,
+    source: str,
+    vocab_size: int,
+    chat_template: str | None = None,
+) -> HubTokenizer:
+    """Bind a tokenizer to a head of `vocab_size` logits; ModelLoadError if they do not belong
+    together, or if the chat template does not compile.
+    """
     if len(tokenizer) > vocab_size:
         raise ModelLoadError(
             f"{source}: the tokenizer knows {len(tokenizer)} tokens, the model's head only"
             f" {vocab_size}: they do not belong together"
         )
-    return HubTokenizer(tokenizer, vocab_size, chat_template)
+    hub_tokenizer = HubTokenizer(tokenizer, vocab_size, chat_template)
+    own = tokenizer.chat_template or {}
+    for template in own.values() if isinstance(own, dict) else (own,):
+        try:
+            _TEMPLATES.parse(template)
+        except TemplateSyntaxError as error:
+            where = "the model's own" if chat_template is None else "the given"
+            raise ModelLoadError(
+                f"{source}: {where} chat template does not compile: line {error.lineno}:"
+                f" {error.message}; give another with --chat-template"
+            ) from error
+    return hub_tokenizer
+
+
+class _GenerationTag(Extension):
+    """Reads over `{% generation %}`, which marks what training learns from."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what stands inside of the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# Parses only, as transformers will: nothing is rendered by it.
+_TEMPLATES = Environment(  # noqa: S701
+    extensions=["jinja2.ext.loopcontrols", _GenerationTag], trim_blocks=True, lstrip_blocks=True
+)

@@ -63,8 +63,11 @@ def test_a_local_directory_loads_with_sensible_choices(folder: Path) -> None:
 
 
 def test_the_pool_bounds_the_context(folder: Path) -> None:
-    options = DeviceOptions(device="cpu", kv_cache_memory_bytes=128 * 48, block_size=8)
-    assert load_engine(str(folder), options, quiet).max_model_len == 48
+    options = DeviceOptions(
+        device="cpu", kv_cache_memory_bytes=128 * 48, block_size=8, max_model_len=48
+    )
+    engine = load_engine(str(folder), options, quiet)
+    assert (engine.max_model_len, engine.num_blocks) == (48, 6)
 
 
 @pytest.mark.parametrize(
