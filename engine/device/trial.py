@@ -6,6 +6,7 @@ names, runners and floats only. Must not plan a step or judge a result.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,6 +102,14 @@ class Closeness(NamedTuple):
     peer_error: float
     agreement: float
     peer_agreement: float
+
+
+def is_there(device: str) -> bool:
+    """Whether a device of that name can be used: cpu, cuda or cuda:N."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        return (index or "0").isdigit() and int(index or 0) < torch.cuda.device_count()
+    return device == "cpu"
 
 
 class DeviceTrial:
@@ -286,6 +295,8 @@ class LargeTrial:
         prove(made, self._device, self._dtype, block_size, self._model.layers)
         kv_bytes = self._kv_bytes
         if kv_bytes is None:
+            # A runner and its graphs know each other: only the collector frees the pool of the last.
+            gc.collect()
             torch.cuda.empty_cache()
             kv_bytes = int(torch.cuda.mem_get_info(self._device)[0] * 0.8)
         num_blocks = num_blocks_within(kv_bytes, self._model.layers, block_size, self._dtype)

@@ -1,0 +1,1 @@
+"""`make gpu`: what a device computes, how fast, and how well it is predicted, in one command."""
