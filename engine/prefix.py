@@ -183,7 +183,7 @@ class PrefixCache:
         extend_names(request, request.num_known_tokens // block_size, block_size)
         limit = (request.num_known_tokens - 1) // block_size
         self._limits[request] = 0 if _must_score_prompt(request) else limit
-        self._grow(request)
+        self._grow(request, 0)
         self._touch(request)
 
     def start(self, request: Request) -> int:
@@ -250,10 +250,12 @@ class PrefixCache:
         self._pool.release(reversed(request.block_table))
         request.block_table.clear()
 
-    def _grow(self, request: Request) -> int:
-        """Lengthen a match as far as names are known, expect the next; return the blocks gained."""
+    def _grow(self, request: Request, length: int) -> None:
+        """Lengthen a table as far as names are known and expect the next; the match was `length`
+        blocks until now.
+        """
         table, names = request.block_table, request.block_hashes
-        length, limit = len(table), self._limits[request]
+        limit = self._limits[request]
         while len(table) < limit and (block := self._pool.find(names[len(table)])) is not None:
             table.append(block)
         if len(table) > length:
@@ -263,13 +265,25 @@ class PrefixCache:
             request.num_computed_tokens = len(table) * self._pool.block_size
         if len(table) < limit:
             self._expecting.setdefault(names[len(table)], {})[request] = None
-        return len(table) - length
 
     def _wake(self, name: bytes) -> None:
+        """Lengthen the matches that wait for `name`: many at once, mostly by the same blocks."""
+        run: list[int] = []
+        end = b""
         for request in self._expecting.pop(name, ()):
-            if self._grow(request) > 1:
-                # Beyond the block just named, there may be free ones that have become useful again.
-                self._touch(request)
+            table, names = request.block_table, request.block_hashes
+            length = len(table)
+            stop = length + len(run)
+            # A name tells all tokens before it: with the same end, everything between is the same.
+            is_alike = bool(run) and stop <= self._limits[request] and names[stop - 1] == end
+            if is_alike:
+                table.extend(run)
+            self._grow(request, length)
+            if not is_alike or len(table) > stop:
+                run, end = table[length:], names[len(table) - 1]
+                if self._pool.count_unheld(run):
+                    # Beyond what was just named, free blocks have become useful again.
+                    self._touch(request)
 
     def _on_evict(self, name: bytes, block: int) -> None:
         """Cut the matches that contain `block` before it: they wait for its name now."""

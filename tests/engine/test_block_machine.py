@@ -291,5 +291,7 @@ class BlockMachine(RuleBasedStateMachine):
 def test_block_machine() -> None:
     run_state_machine_as_test(
         BlockMachine,
-        settings=settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=40),
+        settings=settings(
+            derandomize=True, deadline=None, max_examples=200, stateful_step_count=40
+        ),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockAccountingError
 from engine.request import Request
 from tests.engine.prefix_rig import BLOCK_SIZE, NUM_BLOCKS, Rig, matches
 
@@ -170,6 +169,19 @@ def test_identical_prompts_at_once_all_follow_the_first() -> None:
     assert rig.cache.is_idle
 
 
+def test_matches_that_wait_for_one_block_grow_each_its_own_way() -> None:
+    rig = Rig()
+    prompts = [range(13), range(9), [*range(8), 77, 78, 79, 80, 81], range(8), range(13)]
+    waiting = [rig.arrive(prompt) for prompt in prompts]
+    request = rig.arrive(range(12))
+    rig.run(request)
+    assert matches(*waiting) == [3, 2, 2, 1, 3]
+    for match in waiting:
+        assert match.block_table == request.block_table[: len(match.block_table)]
+    rig.remember([*range(8), 77, 78, 79, 80])
+    assert matches(*waiting) == [3, 2, 3, 1, 3]
+
+
 def test_identical_prompts_in_one_step_keep_their_own_blocks() -> None:
     rig = Rig()
     twins = [rig.arrive(TEN), rig.arrive(TEN)]
@@ -252,11 +264,11 @@ def test_a_match_of_held_blocks_is_cut_when_names_are_forgotten() -> None:
 
 def test_whoever_runs_on_spoilt_blocks_names_none_until_it_starts_again() -> None:
     rig = Rig()
+    rig.remember(range(4))
     request, idle = rig.arrive(TEN), rig.arrive(TEN)
-    rig.start(request)
-    rig.compute(request, 5)
+    assert rig.start(request) == 4
     rig.cache.forget_names()
-    rig.compute(request, 5)
+    rig.compute(request, 6)
     rig.decode(request, [10, 11, 12])
     assert [rig.pool.name_of(block) for block in request.block_table] == [None] * 4
     assert matches(idle) == [0]
@@ -322,72 +334,3 @@ def test_a_match_that_grew_over_free_blocks_is_evicted_from_its_end() -> None:
     first = rig.remember(range(4))
     assert matches(waiting) == [3]
     assert [rig.pool.allocate(1)[0] for _ in range(4)] == [*other, *blocks[:0:-1], *first]
-
-
-# Preemption, and requests that hold blocks
-
-
-def test_a_preempted_request_finds_its_own_blocks_again() -> None:
-    rig = Rig()
-    request = rig.arrive(TEN)
-    rig.run(request)
-    rig.decode(request, [20, 21, 22])
-    blocks = list(request.block_table)
-    rig.preempt(request)
-    assert request.block_table == blocks[:3]
-    assert (request.num_computed_tokens, request.num_remaining_tokens) == (12, 1)
-    assert rig.start(request) == 12
-
-
-def test_the_newest_token_of_a_preempted_request_is_computed_again() -> None:
-    rig = Rig()
-    request = rig.arrive(range(7))
-    rig.run(request)
-    rig.decode(request, [7])
-    assert request.num_computed_tokens == 8
-    rig.preempt(request)
-    assert matches(request) == [1]
-
-
-def test_a_swapped_request_is_no_watcher_and_names_what_comes_back() -> None:
-    rig = Rig()
-    request = rig.arrive(TEN)
-    rig.run(request)
-    request.output_token_ids.append(10)
-    request.host_block_table = [0, 1, 2]
-    rig.cache.release(request)
-    with pytest.raises(BlockAccountingError, match="holds blocks"):
-        rig.cache.watch(request)
-    rig.pool.forget_names()
-    assert rig.cache.start(request) == 0
-    assert request.num_computed_tokens == 10
-    request.block_table.extend(rig.pool.allocate(3))
-    request.host_block_table.clear()
-    rig.compute(request, 1)
-    assert rig.arrive(TEN).block_table == request.block_table[:2]
-
-
-def test_mistakes_in_the_books_are_bugs() -> None:
-    rig = Rig()
-    rig.remember(TEN)
-    waiting, running = rig.arrive(TEN), rig.arrive(TEN)
-    rig.run(running)
-    with pytest.raises(BlockAccountingError, match="watches"):
-        rig.cache.release(waiting)
-    with pytest.raises(BlockAccountingError, match="holds blocks"):
-        rig.cache.watch(running)
-    assert [rig.pool.num_references(block) for block in running.block_table] == [1, 1, 1]
-
-
-def test_a_cache_that_is_off_only_counts_blocks() -> None:
-    rig = Rig(is_enabled=False)
-    rig.remember(TEN)
-    request = rig.arrive(TEN)
-    assert (request.block_hashes, rig.cache.num_watchers) == ([], 0)
-    assert rig.run(request) == 0
-    rig.decode(request, range(8))
-    rig.preempt(request)
-    assert (request.block_table, request.num_computed_tokens) == ([], 0)
-    assert (rig.pool.num_free, rig.pool.num_cached) == (NUM_BLOCKS, 0)
-    rig.cache.unwatch(request)
-    assert rig.cache.is_idle

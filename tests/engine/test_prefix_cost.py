@@ -75,6 +75,19 @@ def test_a_common_prefix_is_filed_once_however_many_wait_for_it() -> None:
     assert second < first - 50 * 3
 
 
+def test_a_commit_costs_what_it_adds_not_what_was_there() -> None:
+    def cost(num_blocks: int) -> int:
+        rig = Rig(num_blocks=num_blocks + 4)
+        rig.remember(range(4 * num_blocks))
+        request = rig.arrive([*range(4 * num_blocks), *range(9)])
+        assert rig.start(request) == 4 * num_blocks
+        return count_lines(lambda: rig.compute(request, 9)) + count_lines(
+            lambda: rig.decode(request, range(4))
+        )
+
+    assert cost(2) == cost(100)
+
+
 def cost_of_a_cut(num_waiting: int, num_blocks: int) -> int:
     """Lines that it takes to cut so many matches of so many blocks down to nothing."""
     rig = Rig(num_blocks=num_blocks + 2)
