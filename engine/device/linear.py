@@ -52,13 +52,13 @@ def use_few_row_linear(model: nn.Module) -> int:
     """
     changed = 0
     for module in model.modules():
-        if type(module) is nn.Linear and _is_plain_float32(module.weight):
+        if type(module) is nn.Linear and is_plain_float32(module.weight):
             module.__class__ = FewRowLinear
             changed += 1
     return changed
 
 
-def _is_plain_float32(weight: torch.Tensor) -> bool:
+def is_plain_float32(weight: torch.Tensor) -> bool:
     """Whether a weight is what it looks like: quantised tensors may claim to be float32."""
     is_plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
     return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -21,6 +21,7 @@ from engine.device.attention.base import (
 from engine.device.checkpoint import find_checkpoint, load_config, one_line
 from engine.device.kv_cache import LayerGeometry
 from engine.device.linear import use_few_row_linear
+from engine.device.packed import use_packed_linear
 from engine.device.servable import ModelLoadError as ModelLoadError  # where callers look for it
 from engine.device.servable import check_config, longest_context
 from engine.device.weights import load_weights
@@ -59,7 +60,8 @@ class DecoderModel:
         if next(model.parameters()).dtype is torch.float64:
             # The grouped product that experts use by default knows no float64.
             model.set_experts_implementation("eager")
-        use_few_row_linear(model)
+        # Where a second copy of the weights cannot be had, operands in the other order do half.
+        _ = use_packed_linear(model) or use_few_row_linear(model)
         self._model = model.eval()
         self.name = name
         self.device: torch.device = next(model.parameters()).device

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.device import packed
 from engine.device.linear import FewRowLinear
 from engine.device.model import load_model
+from engine.device.packed import PackedLinear
 from engine.request import FinishReason
 from tests.device.families import NUM_NEW, generate
 
@@ -62,13 +64,22 @@ def test_mixed_with_running_decodes(
     assert engine.pool.num_used == 0
 
 
+@pytest.mark.parametrize("kind", [PackedLinear, FewRowLinear])
 @pytest.mark.parametrize("chunk", [7, None])
-def test_float32_goes_through_the_few_row_products(
-    tiny: Any, make_engine: Any, make_request: Any, make_prompt: Any, chunk: int | None
+def test_float32_goes_through_products_of_our_own(
+    tiny: Any,
+    make_engine: Any,
+    make_request: Any,
+    make_prompt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int | None,
+    kind: type,
 ) -> None:
     # float64 above never takes them; Qwen2's projections have biases, Gemma's have none.
+    if kind is FewRowLinear:
+        monkeypatch.setattr(packed, "is_available", lambda: False)
     served = load_model(str(tiny.folder), "float32", "cpu")
-    assert any(isinstance(m, FewRowLinear) for m in served._model.modules())
+    assert any(type(m) is kind for m in served._model.modules())
     reference = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32).eval()
     requests, tokens = [], []
     for length in (3, 20, 45):
