@@ -47,6 +47,7 @@ class JsonChild:
         self._clock = clock
         self._queues: dict[str, asyncio.Queue[ChildEvent]] = {}
         self._last_error: str | None = None
+        self._end: ChildEvent | None = None
 
     @property
     def last_error(self) -> str | None:
@@ -54,9 +55,11 @@ class JsonChild:
         return self._last_error
 
     def subscribe(self, name: str) -> asyncio.Queue[ChildEvent]:
-        """Return the queue that gets every event of `name` from now on."""
+        """Return the queue of every event of `name` from now on, the child's end included."""
         queue: asyncio.Queue[ChildEvent] = asyncio.Queue()
         self._queues[name] = queue
+        if self._end is not None:
+            queue.put_nowait(self._end)
         return queue
 
     def unsubscribe(self, name: str) -> None:
@@ -97,6 +100,7 @@ class JsonChild:
                 self._last_error = str(exc)
                 event = ChildEvent(self._clock.now(), None)
             if event.fields is None:
+                self._end = event
                 for queue in self._queues.values():
                     queue.put_nowait(event)
                 return

@@ -15,9 +15,9 @@ import argparse
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import transformers
@@ -131,7 +131,7 @@ class Forwarder:
 
 
 def serve(
-    source: str, settings: PeerSettings, dtype: str, device: str, lines: TextIO, writer: LineWriter
+    source: str, settings: PeerSettings, dtype: str, device: str, lines: Iterable[str], writer: LineWriter
 ) -> None:
     """Load `source`, tell that it is ready, and generate for every line until the input ends."""
     path = str(prepare_demo(lambda done, total, text: None)) if source == "demo" else source
