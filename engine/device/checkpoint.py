@@ -154,9 +154,9 @@ def _check_config_file(source: str, file: Path) -> None:
             f" not a {type(config).__name__}"
         )
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING and "auto_map" in config:
-        raise _needs_remote_code(source)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        if "auto_map" in config:
+            raise _needs_remote_code(source)
         raise ModelLoadError(
             f"{source}: cannot read the model's configuration: model_type {kind!r} is unknown to"
             " transformers"

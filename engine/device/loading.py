@@ -107,7 +107,7 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
     progress(1, 2, "loading the weights")
     model = DecoderModel(load_weights(checkpoint, config, options.dtype, device), path)
     progress(2, 2, "done")
-    tokenizer = fit_tokenizer(inner, path, model.vocab_size, options.chat_template)
+    tokenizer = fit_tokenizer(inner, checkpoint, model.vocab_size, options.chat_template)
     try:
         backend, block_size = choose_backend(
             options.attention_backend, options.block_size, model.dtype, model.device, model.layers

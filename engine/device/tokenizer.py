@@ -6,12 +6,14 @@ loaded and special tokens are never added later.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.device.checkpoint import Checkpoint, find_checkpoint, gguf_options, one_line
@@ -71,7 +73,8 @@ class HubTokenizer:
 
 def load_tokenizer(source: str, vocab_size: int, chat_template: str | None = None) -> HubTokenizer:
     """Load the tokenizer beside the model; ModelLoadError if there is none that fits."""
-    return fit_tokenizer(read_tokenizer(find_checkpoint(source)), source, vocab_size, chat_template)
+    checkpoint = find_checkpoint(source)
+    return fit_tokenizer(read_tokenizer(checkpoint), checkpoint, vocab_size, chat_template)
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
@@ -98,13 +101,16 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
 
 def fit_tokenizer(
     tokenizer: PreTrainedTokenizerFast,
-    source: str,
+    checkpoint: Checkpoint,
     vocab_size: int,
     chat_template: str | None = None,
 ) -> HubTokenizer:
     """Bind a tokenizer to a head of `vocab_size` logits; ModelLoadError if they do not belong
     together, or if the chat template does not compile.
     """
+    source = checkpoint.source
+    if checkpoint.gguf_file is not None and len(tokenizer) > vocab_size:
+        tokenizer = _without_added(tokenizer, vocab_size)
     if len(tokenizer) > vocab_size:
         raise ModelLoadError(
             f"{source}: the tokenizer knows {len(tokenizer)} tokens, the model's head only"
@@ -122,6 +128,19 @@ def fit_tokenizer(
                 f" {error.message}; give another with --chat-template"
             ) from error
     return hub_tokenizer
+
+
+def _without_added(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Drop added tokens beyond the head: reading a GGUF file adds an `<|endoftext|>` that models of
+    other families never had, and no model has a row for.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < vocab_size]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+    )
 
 
 class _GenerationTag(Extension):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from engine.device.attention.base import ATTENTION_NAME
 from engine.device.checkpoint import Checkpoint, check_safetensors, gguf_options, one_line
@@ -30,6 +31,12 @@ def load_weights(checkpoint: Checkpoint, config: Any, dtype: str, device: str) -
     wanted = _dtype_of(dtype, checkpoint, device)
     elements = check_safetensors(checkpoint)
     method = quantization_method(config)
+    known = AUTO_QUANTIZER_MAPPING
+    if method and checkpoint.gguf_file is None and not {method, f"{method}_4bit"} & set(known):
+        # transformers would skip it with a warning, and read blocks as if they were numbers.
+        raise ModelLoadError(
+            f"{checkpoint.source}: quantised by {method}, which transformers does not know"
+        )
     _check_room(checkpoint.source, elements, None if method else wanted, device)
     options: dict[str, Any] = dict(gguf_options(checkpoint))
     if checkpoint.gguf_file is not None and hasattr(transformers, "GgufConfig"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.device.families import (
     generate,
     load_reference,
 )
+from tests.tiny_llama import save_tiny_llama
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,20 @@ def make_engine() -> Callable[..., SmallEngine]:
         return SmallEngine(loop, pool, recorder)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a word tokenizer, as any local directory would hold it."""
+    path = tmp_path_factory.mktemp("llama-with-tokenizer")
+    save_tiny_llama(path, num_words=30, vocab_size=40, max_len=128)
+    return path
+
+
+@pytest.fixture
+def llama_copy(llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may break."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    GptOssConfig,
-    MambaConfig,
-    T5Config,
-)
 
 from engine.device.loading import DeviceOptions, load_engine
 from engine.device.model import ModelLoadError, load_model
 from engine.device.tokenizer import HubTokenizer, load_tokenizer
-from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.device
 
@@ -29,23 +19,14 @@ def quiet(done: int, total: int, description: str) -> None:
     """Progress that nobody watches."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a word tokenizer, as any local directory would hold it."""
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_llama(path, num_words=30, vocab_size=40, max_len=128)
-    return path
+@pytest.fixture
+def folder(llama_folder: Path) -> Path:
+    return llama_folder
 
 
 @pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
-    return Path(shutil.copytree(folder, tmp_path / "model"))
-
-
-def edit(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
+def copy(llama_copy: Path) -> Path:
+    return llama_copy
 
 
 def test_a_local_directory_loads_with_sensible_choices(folder: Path) -> None:
@@ -87,92 +68,6 @@ def test_wrong_options_name_the_flag(folder: Path, options: dict[str, Any], name
         pytest.skip("this machine may have flash-attn")
     with pytest.raises(ModelLoadError, match=names):
         load_engine(str(folder), DeviceOptions(**{"device": "cpu", **options}), quiet)
-
-
-def test_no_such_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="config"):
-        load_model(str(tmp_path), "auto", "cpu")
-
-
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "weights.bin"
-    file.write_bytes(b"x")
-    with pytest.raises(ModelLoadError, match="expected a directory"):
-        load_model(str(file), "auto", "cpu")
-
-
-def test_broken_configuration(copy: Path) -> None:
-    (copy / "config.json").write_text("{not json")
-    with pytest.raises(ModelLoadError, match="configuration"):
-        load_model(str(copy), "auto", "cpu")
-
-
-@pytest.mark.parametrize("keep", [0, 100, 2000])
-def test_truncated_weights(copy: Path, keep: int) -> None:
-    weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(ModelLoadError, match="cannot load the weights"):
-        load_model(str(copy), "auto", "cpu")
-
-
-def test_missing_weights(copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="cannot load the weights"):
-        load_model(str(copy), "auto", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (T5Config(), "encoder-decoder"),
-        (
-            GptOssConfig(
-                vocab_size=40,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=8,
-                num_local_experts=2,
-                max_position_embeddings=64,
-            ),
-            "s_aux|sinks",
-        ),
-        (
-            BertConfig(
-                vocab_size=40,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=64,
-            ),
-            "both directions|cannot be served",
-        ),
-        (MambaConfig(), "state-space"),
-    ],
-    ids=["encoder-decoder", "attention sinks", "encoder", "state-space"],
-)
-def test_unsupported_architectures(tmp_path: Path, config: Any, reason: str) -> None:
-    config.save_pretrained(tmp_path)
-    if not isinstance(config, (T5Config, MambaConfig)):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=reason):
-        load_model(str(tmp_path), "auto", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"model_type": "never_heard_of"}, "never_heard_of"),
-    ],
-)
-def test_unservable_features(copy: Path, changes: dict[str, Any], reason: str) -> None:
-    edit(copy, **changes)
-    with pytest.raises(ModelLoadError, match=reason):
-        load_model(str(copy), "auto", "cpu")
 
 
 def test_missing_tokenizer(copy: Path) -> None:
