@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 
-.PHONY: help serve test check format bench-spike bench-peers clean
+.PHONY: help serve test check format gpu bench-spike bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -45,6 +45,16 @@ bench-spike: $(VENV)/.serve  ## Reproduce the README's spike table (minutes)
 
 bench-peers: $(VENV)/.serve  ## Measure beside transformers on the same weights (many minutes)
 	@$(BIN)/paceline bench peers --serve $(MODEL) $(ARGS)
+
+# A machine with a GPU usually brings its own torch: then nothing is installed, not even a venv.
+GPU_NEEDS := import sys, numpy, torch, transformers; assert sys.version_info >= (3, 11)
+
+gpu:  ## Put the GPU on trial: exactness, speed, the spike (8 minutes; gpu.json in $OUT or here)
+	@if $(PYTHON) -c '$(GPU_NEEDS)' >/dev/null 2>&1; then \
+		$(PYTHON) -m controller.bench.gpu $(ARGS); \
+	else \
+		$(MAKE) --no-print-directory $(VENV)/.serve && $(BIN)/python -m controller.bench.gpu $(ARGS); \
+	fi
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

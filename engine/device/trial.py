@@ -295,7 +295,7 @@ class LargeTrial:
         prove(made, self._device, self._dtype, block_size, self._model.layers)
         kv_bytes = self._kv_bytes
         if kv_bytes is None:
-            # A runner and its graphs know each other: only the collector frees the pool of the last.
+            # A runner and its graphs know each other: only the collector frees the last pool.
             gc.collect()
             torch.cuda.empty_cache()
             kv_bytes = int(torch.cuda.mem_get_info(self._device)[0] * 0.8)
