@@ -15,6 +15,7 @@ from engine.device.attention.base import UnsupportedByBackendError
 from engine.device.attention.choice import choose_backend
 from engine.device.checkpoint import find_checkpoint, load_config, one_line
 from engine.device.demo import Progress, prepare_demo
+from engine.device.graphs import GraphRequest
 from engine.device.kv_cache import num_bytes_per_block
 from engine.device.memory import (
     available_bytes,
@@ -35,7 +36,8 @@ class DeviceOptions:
     """What can be chosen; None and `auto` leave the choice to the device.
 
     `host_kv_bytes` is the host memory that takes the KV of preempted requests: 0 leaves the choice
-    to the device too, less than a block's bytes switches it off.
+    to the device too, less than a block's bytes switches it off. `max_graph_batch` is the largest
+    batch of decodes that is recorded as a CUDA graph (0 records none; nothing is off CUDA).
     """
 
     dtype: str = "auto"
@@ -47,11 +49,16 @@ class DeviceOptions:
     chat_template: str | None = None
     seed: int | None = None
     host_kv_bytes: int = 0
+    max_graph_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A runner with all that the loop, the doors and telemetry need to know about it."""
+    """A runner with all that the loop, the doors and telemetry need to know about it.
+
+    `graph_sizes` are the padded batch sizes of decode steps that are replayed as CUDA graphs;
+    `graphs_off` says why there are none although they were asked for.
+    """
 
     runner: TorchRunner
     tokenizer: HubTokenizer
@@ -66,6 +73,8 @@ class LoadedEngine:
     eos_token_ids: tuple[int, ...]
     kv_bytes: int
     num_host_blocks: int = 0
+    graph_sizes: tuple[int, ...] = ()
+    graphs_off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,7 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
             block_size,
             options.seed,
             num_host_blocks=pools.num_host_blocks,
+            graphs=_graphs(options, model, max_model_len),
         )
     except (RuntimeError, MemoryError) as error:
         host_words = in_words(pools.num_host_blocks * pools.block_bytes)
@@ -147,7 +157,16 @@ def load_engine(source: str, options: DeviceOptions, progress: Progress) -> Load
         eos_token_ids=model.eos_token_ids,
         kv_bytes=pools.kv_bytes,
         num_host_blocks=pools.num_host_blocks,
+        graph_sizes=runner.graph_sizes,
+        graphs_off=runner.graphs_off,
     )
+
+
+def _graphs(options: DeviceOptions, model: DecoderModel, max_model_len: int) -> GraphRequest | None:
+    """Return what to record: graphs are CUDA's, and there is nothing to miss elsewhere."""
+    if options.max_graph_batch < 1 or model.device.type != "cuda":
+        return None
+    return GraphRequest(options.max_graph_batch, max_model_len)
 
 
 def _device_of(name: str) -> str:
