@@ -292,6 +292,6 @@ def test_block_machine() -> None:
     run_state_machine_as_test(
         BlockMachine,
         settings=settings(
-            derandomize=True, deadline=None, max_examples=200, stateful_step_count=40
+            derandomize=True, deadline=None, max_examples=120, stateful_step_count=40
         ),
     )

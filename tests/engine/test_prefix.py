@@ -171,7 +171,7 @@ def test_identical_prompts_at_once_all_follow_the_first() -> None:
 
 def test_matches_that_wait_for_one_block_grow_each_its_own_way() -> None:
     rig = Rig()
-    prompts = [range(13), range(9), [*range(8), 77, 78, 79, 80, 81], range(8), range(13)]
+    prompts = [range(13), [*range(8), 77, 78, 79, 80, 81], range(9), range(8), range(13)]
     waiting = [rig.arrive(prompt) for prompt in prompts]
     request = rig.arrive(range(12))
     rig.run(request)
@@ -179,7 +179,7 @@ def test_matches_that_wait_for_one_block_grow_each_its_own_way() -> None:
     for match in waiting:
         assert match.block_table == request.block_table[: len(match.block_table)]
     rig.remember([*range(8), 77, 78, 79, 80])
-    assert matches(*waiting) == [3, 2, 3, 1, 3]
+    assert matches(*waiting) == [3, 3, 2, 1, 3]
 
 
 def test_identical_prompts_in_one_step_keep_their_own_blocks() -> None:

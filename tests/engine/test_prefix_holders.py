@@ -50,6 +50,20 @@ def test_a_swapped_request_is_no_watcher_and_names_what_comes_back() -> None:
     assert rig.arrive(TEN).block_table == request.block_table[:2]
 
 
+def test_a_request_that_came_back_before_names_were_forgotten_names_none() -> None:
+    rig = Rig()
+    request = rig.arrive(TEN)
+    rig.start(request)
+    rig.compute(request, 2)
+    rig.cache.release(request)
+    assert rig.cache.start(request) == 0
+    request.block_table.extend(rig.pool.allocate(1))
+    rig.cache.commit(request)
+    rig.cache.forget_names()
+    rig.compute(request, 8)
+    assert matches(rig.arrive(TEN)) == [0]
+
+
 def test_mistakes_in_the_books_are_bugs() -> None:
     rig = Rig()
     rig.remember(TEN)
