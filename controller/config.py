@@ -97,6 +97,12 @@ class Settings(BaseSettings):
         None, "bytes of the KV pool (default: 1 GiB on CPU, 70 % of free memory on CUDA)",
         _ENGINE, ge=1,
     )  # fmt: skip
+    swap_space: float | None = _setting(
+        None,
+        "GiB of host memory that take the KV of preempted requests; 0 = none, which computes it"
+        " again (default: half the KV pool on CPU, 4 on CUDA, less where memory is short)",
+        _ENGINE, ge=0, le=1 << 20,
+    )  # fmt: skip
     is_prefix_caching_enabled: bool = _setting(
         True, "share the KV of prompts that begin alike", _ENGINE
     )

@@ -1,4 +1,5 @@
-"""Warm-up: time a short sweep of real steps before the first request, as the cost model's prior.
+"""Warm-up: time a short sweep of real steps before the first request, as the cost model's prior,
+and what moving KV to host memory takes.
 
 Owns the made-up requests of the sweep. Drives the same runner the loop will drive; nothing of it
 reaches telemetry.
@@ -22,6 +23,8 @@ from engine.step import StepPlan, StepWork, WorkKind
 # noisy and cheap to repeat, long ones are neither.
 _ENOUGH_S = 0.5
 _MAX_REPEATS = 3
+# As many as a preempted request may hold: enough to stand out beside one step.
+_SWAPPED_BLOCKS = 64
 
 
 def run_sweep(
@@ -52,6 +55,36 @@ def run_sweep(
         for request_id in requests:
             runner.forget(request_id)
     return samples
+
+
+def time_swap(runner: ModelRunner, config: EngineConfig, clock: Clock) -> float | None:
+    """Return the seconds that moving one KV block to host memory, or back, takes.
+
+    None without host blocks. The blocks are nobody's yet: what is copied does not matter. A copy
+    may still be under way when the runner returns, so the smallest step is timed with and without
+    copies before it: it waits for them. Medians, at least 0; the first round is not counted.
+    """
+    num_blocks = min(_SWAPPED_BLOCKS, config.num_blocks - 1, config.num_host_blocks)
+    if num_blocks < 1:
+        return None
+    plan, requests = _plan_of(SweepShape(1, 0, 0, 0), config.block_size)
+    # The step keeps its own block: nothing is copied over it.
+    blocks, host_blocks = range(1, num_blocks + 1), range(num_blocks)
+    with_copies: list[float] = []
+    without: list[float] = []
+    for _ in range(_MAX_REPEATS + 1):
+        started_at = clock.now()
+        runner.swap_out(blocks, host_blocks)
+        runner.swap_in(host_blocks, blocks)
+        runner.execute(plan, requests)
+        copied_at = clock.now()
+        runner.execute(plan, requests)
+        with_copies.append(copied_at - started_at)
+        without.append(clock.now() - copied_at)
+    for request_id in requests:
+        runner.forget(request_id)
+    copies_s = statistics.median(with_copies[1:]) - statistics.median(without[1:])
+    return max(0.0, copies_s) / (2 * num_blocks)
 
 
 def _plan_of(shape: SweepShape, block_size: int) -> tuple[StepPlan, Mapping[str, Request]]:

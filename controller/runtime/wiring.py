@@ -24,7 +24,7 @@ from controller.runtime.metrics import Metrics
 from controller.runtime.service import PromiseTerms, Service
 from controller.runtime.streams import StreamHub
 from controller.runtime.tally import Tally
-from controller.runtime.warmup import run_sweep
+from controller.runtime.warmup import run_sweep, time_swap
 from costmodel.prior import SweepShape, fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
 from engine.blocks import BlockPool
@@ -89,7 +89,8 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     config = _engine_config(settings, engine)
     cost_model, warmup_steps = _cost_model(settings, engine, config, clock, progress)
     output_lengths = OutputLengths()
-    planner = _planner(settings, cost_model, output_lengths)
+    swap_block_s = time_swap(engine.runner, config, clock) if settings.is_warmup_enabled else None
+    planner = _planner(settings, cost_model, output_lengths, swap_block_s)
     run = RunRecord(
         run_id=uuid.uuid4().hex[:12],
         started_at=clock.epoch_ms(),
@@ -175,11 +176,17 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         max_model_len=settings.max_model_len,
         chat_template=_chat_template(settings.chat_template),
         seed=settings.seed,
+        host_kv_bytes=_host_kv_bytes(settings.swap_space),
     )
     try:
         return load_engine(settings.model, options, progress)
     except ModelLoadError as error:
         raise StartupError(str(error)) from error
+
+
+def _host_kv_bytes(swap_space: float | None) -> int:
+    """Return bytes in the loader's words: 0 is its own choice, less than a block is none."""
+    return 0 if swap_space is None else max(1, int(swap_space * 2**30))
 
 
 def _chat_template(file: Path | None) -> str | None:
@@ -203,6 +210,7 @@ def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.effective_max_num_batched_tokens,
             max_waiting_requests=settings.max_waiting_requests,
+            num_host_blocks=engine.num_host_blocks,
             is_prefix_cache_enabled=settings.is_prefix_caching_enabled,
         )
     except ValueError as error:
@@ -244,9 +252,18 @@ def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepSh
 
 
 def _planner(
-    settings: Settings, cost_model: RecursiveLeastSquares, output_lengths: OutputLengths
+    settings: Settings,
+    cost_model: RecursiveLeastSquares,
+    output_lengths: OutputLengths,
+    swap_block_s: float | None,
 ) -> Planner:
     if settings.policy == "slo":
-        return SloPlanner(settings.planner, cost_model, output_lengths, lambda: cost_model.version)
+        return SloPlanner(
+            settings.planner,
+            cost_model,
+            output_lengths,
+            lambda: cost_model.version,
+            swap_block_s,
+        )
     budget = settings.effective_max_num_batched_tokens if settings.policy == "static" else None
     return StaticPlanner(budget)
