@@ -7,6 +7,7 @@ whose order does not depend on the number of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,31 +15,51 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from engine.device.transfer import IntArray, to_device
+from engine.device.transfer import IntArray, to_device, to_host
 from engine.device.uniforms import FloatArray
 from engine.request import SamplingParams
 
-# The filters look at this many of the most likely tokens before they sort the whole vocabulary.
+# The filters look at this many of the most likely tokens, then at `_WIDER` times as many, before
+# they sort the whole vocabulary: ten times the price from one to the next.
 HEAD = 1024
-# Rows are computed in float64, this many logits at a time.
-_SLICE_ELEMENTS = 1 << 23
+_WIDER = 16
+# Rows are computed in float64, this many logits at a time: on a CPU as much as its caches hold (and
+# as the C library hands out again without asking the kernel for fresh pages), on a card what keeps
+# it busy.
+_SLICE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+# A maximum over blocks, then over one block, runs on vectors where an argmax runs on numbers.
+_MAX_BLOCK, _MIN_BLOCK = 512, 64
 
 _ROW, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM = range(6)
 
 
-def row_slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def row_slices(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
     """Cut rows into slices of bounded memory."""
-    step = max(1, _SLICE_ELEMENTS // vocab_size)
+    step = max(1, _SLICE_ELEMENTS.get(device.type, 1 << 20) // vocab_size)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and values of each row's maximum, (n,) each; NaN is the largest of all."""
+    num_rows, vocab_size = logits.shape
+    block = math.gcd(vocab_size, _MAX_BLOCK)
+    if logits.device.type == "cuda" or block < _MIN_BLOCK or not logits.is_contiguous():
+        token_ids = logits.argmax(dim=-1)
+        return token_ids, logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    blocks = logits.view(num_rows, -1, block)
+    best = blocks.amax(dim=-1).argmax(dim=-1)
+    members = blocks[torch.arange(num_rows), best]
+    place = members.argmax(dim=-1)
+    return best * block + place, members.gather(-1, place[:, None]).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
     """What was drawn, on the device: token `token_ids[i]` for row `rows[i]`.
 
-    `is_cut[i]` says that the filters reach beyond `HEAD` tokens: the draw is void, and `again`
-    repeats it over the whole vocabulary.
+    `is_cut[i]` says that the filters reach further than was sorted: the draw is void until
+    `DrawBatch.again` repeats it.
     """
 
     rows: torch.Tensor
@@ -70,39 +91,50 @@ class DrawBatch:
             dtype=np.float64,
         )
         table[:, _UNIFORM] = uniforms
-        table[:, _TOP_K] = np.minimum(table[:, _TOP_K], vocab_size)
+        top_k = table[:, _TOP_K] = np.minimum(table[:, _TOP_K], vocab_size)
         # Without a limit: sums that round to 1 before the last token must not cut it off.
         table[table[:, _TOP_P] >= 1, _TOP_P] = np.inf
-        is_plain = (
-            (table[:, _TOP_K] == vocab_size) & np.isinf(table[:, _TOP_P]) & (table[:, _MIN_P] <= 0)
-        )
-        is_wide = ~is_plain & (table[:, _TOP_K] < vocab_size) & (table[:, _TOP_K] > HEAD)
-        kind = np.where(is_plain, 0, np.where(is_wide, 2, 1))
-        order = np.argsort(kind, kind="stable")
+        has_no_k = top_k == vocab_size
+        is_plain = has_no_k & np.isinf(table[:, _TOP_P]) & (table[:, _MIN_P] <= 0)
+        # Rows of equal width share a path, rows without filters (width 0) have one of their own.
+        widths = np.array([min(w, vocab_size) for w in (HEAD, _WIDER * HEAD, vocab_size)])
+        width = widths[np.searchsorted(widths, np.where(has_no_k, 1, top_k))]
+        width[is_plain] = 0
+        order = np.argsort(width, kind="stable")
         self._table = table[order]
-        # Number of rows without filters, with filters that a head may satisfy, and with others.
-        self._counts = np.bincount(kind, minlength=3).tolist()
+        self._width: IntArray = width[order]
         self.rows: IntArray = self._table[:, _ROW].astype(np.int64)
 
     def draw(self, logits: torch.Tensor) -> Draws:
         """Draw for all rows of `logits` (num_rows, vocab_size); waits for nothing."""
-        num_plain, num_head, num_wide = self._counts
         table = to_device(self._table, self._device)
-        drawn = [
-            _draw(logits, table[:num_plain], 0),
-            _draw(logits, table[num_plain : num_plain + num_head], min(HEAD, self._vocab_size)),
-            _draw(logits, table[len(table) - num_wide :], self._vocab_size),
-        ]
+        drawn = []
+        widths, starts = np.unique(self._width, return_index=True)
+        for width, part in zip(
+            widths.tolist(), table.tensor_split(starts[1:].tolist()), strict=True
+        ):
+            drawn.append(_draw(logits, part, width))
         return Draws(
             rows=table[:, _ROW].long(),
             token_ids=torch.cat([ids for ids, _ in drawn]),
             is_cut=torch.cat([cut for _, cut in drawn]),
         )
 
-    def again(self, logits: torch.Tensor, is_cut: IntArray) -> torch.Tensor:
-        """Draw once more over the whole vocabulary, for the rows whose draw was cut."""
-        table = to_device(self._table[is_cut], self._device)
-        return _draw(logits, table, self._vocab_size)[0]
+    def again(self, logits: torch.Tensor, is_cut: IntArray) -> IntArray:
+        """Return on the host what the cut draws (their indices) give when more is sorted.
+
+        Waits once or twice: such rows are rare.
+        """
+        token_ids = np.empty(len(is_cut), dtype=np.int64)
+        left = np.arange(len(is_cut))
+        for width in (min(_WIDER * HEAD, self._vocab_size), self._vocab_size):
+            if not len(left):
+                break
+            table = to_device(self._table[is_cut[left]], self._device)
+            ids, cut = to_host(_draw(logits, table, width), self._device)
+            token_ids[left] = ids
+            left = left[cut]
+        return token_ids
 
 
 def _draw(
@@ -112,7 +144,7 @@ def _draw(
     vocab_size = logits.shape[-1]
     token_ids = torch.empty(len(table), dtype=torch.int64, device=logits.device)
     is_cut = torch.zeros(len(table), dtype=torch.bool, device=logits.device)
-    for part in row_slices(len(table), vocab_size):
+    for part in row_slices(len(table), vocab_size, logits.device):
         params = table[part, :, None]
         row = logits.index_select(0, table[part, _ROW].long()).double()
         # Relative to the peak, a tiny temperature cannot overflow.

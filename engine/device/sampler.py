@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.device.drawing import DrawBatch, Draws
+from engine.device.drawing import DrawBatch, Draws, best_tokens
 from engine.device.penalties import LogitChanges, apply_changes
 from engine.device.scores import RowScores, likeliest, score_rows
 from engine.device.transfer import AnyArray, to_device, to_host
@@ -108,9 +108,8 @@ class Sampler:
                 [requests[row] for row in changed],
                 [cached[row].changes for row in changed],
             )
-        token_ids = logits.argmax(dim=-1) if requests else logits.new_empty(0, dtype=torch.int64)
         # NaN and +inf win every maximum, so one number per row tells whether the row is sound.
-        peaks = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+        token_ids, peaks = best_tokens(logits)
         drawing = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
         batch, draws = None, None
         if drawing:
@@ -173,21 +172,18 @@ def _draw_again(
     """Repeat the draws whose filters reached beyond the head, and their scores, in place."""
     token_ids = batch.again(pending.logits, is_cut)
     rows = batch.rows[is_cut].tolist()
-    place = {row: index for index, row in enumerate(pending.scored)}
-    again = [(i, place[row]) for i, row in enumerate(rows) if row in place]
-    tensors = [token_ids]
-    if again and pending.raw is not None:
-        mine, theirs = np.array(again, dtype=np.int64).T
-        device = token_ids.device
-        raw = pending.raw[to_device(theirs, device)]
-        tensors.append(score_rows(raw, token_ids[to_device(mine, device)], 0).logprobs)
-    drawn, *logprobs = to_host(tensors, token_ids.device)
-    for row, token_id in zip(rows, drawn.tolist(), strict=True):
+    for row, token_id in zip(rows, token_ids.tolist(), strict=True):
         if chosen[row] >= 0:
             chosen[row] = token_id
-    if logprobs:
+    place = {row: index for index, row in enumerate(pending.scored)}
+    again = [(mine, place[row]) for mine, row in enumerate(rows) if row in place]
+    if again and pending.raw is not None:
+        mine, theirs = np.array(again, dtype=np.int64).T
+        device = pending.raw.device
+        raw = pending.raw[to_device(theirs, device)]
+        scored = score_rows(raw, to_device(token_ids[mine], device), 0)
         scores[0] = scores[0].copy()
-        scores[0][[index for _, index in again]] = logprobs[0]
+        scores[0][theirs] = to_host([scored.logprobs], device)[0]
 
 
 def _token(

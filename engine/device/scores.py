@@ -59,7 +59,7 @@ def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> R
         column(torch.float64, width),
         column(torch.int64, width),
     )
-    for part in row_slices(num_rows, vocab_size):
+    for part in row_slices(num_rows, vocab_size, logits.device):
         table = torch.log_softmax(logits[part].double(), dim=-1)
         own = table.gather(-1, token_ids[part, None])
         scores.logprobs[part] = own.squeeze(-1)

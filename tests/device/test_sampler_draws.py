@@ -193,7 +193,8 @@ def test_a_row_draws_the_same_alone_and_in_every_batch(
     for size in range(1, len(mixed) + 1):
         rows = generator.permutation(len(mixed))[:size]
         # A generous vocabulary per slice and one row per slice must agree as well.
-        monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", int(generator.choice([1, 7000, 1 << 23])))
+        size_of_slice = int(generator.choice([1, 7000, 1 << 23]))
+        monkeypatch.setitem(drawing._SLICE_ELEMENTS, "cpu", size_of_slice)
         requests = [
             make(f"r{index}", num_output=int(index), seed=int(index), **mixed[index])
             for index in rows

@@ -214,7 +214,7 @@ def test_memory_is_bounded_by_slices_and_slices_change_nothing(monkeypatch: Any)
         sizes.append(rows.numel())
         return original(rows, dim=dim)
 
-    monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", 150)
+    monkeypatch.setitem(drawing._SLICE_ELEMENTS, "cpu", 150)
     monkeypatch.setattr(torch, "log_softmax", watching)
     sliced = score_rows(logits, token_ids, 5)
     assert max(sizes) <= 150
