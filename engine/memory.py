@@ -118,7 +118,7 @@ class KvMemory:
         """Nobody may begin with what is cached now: a row that is not finite came from somewhere,
         and keys and values of the same forward may be spoilt as well.
         """
-        self._pool.forget_names()
+        self._prefix.forget_names()
 
     def release_running(self, request: Request) -> None:
         """A running request ends: its blocks are free again."""
