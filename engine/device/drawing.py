@@ -47,7 +47,8 @@ def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.device.type == "cuda" or block < _MIN_BLOCK or not logits.is_contiguous():
         token_ids = logits.argmax(dim=-1)
         return token_ids, logits.gather(-1, token_ids[:, None]).squeeze(-1)
-    blocks = logits.view(num_rows, -1, block)
+    # Sizes in full: a step without a sampled row has no logits to infer one from.
+    blocks = logits.view(num_rows, vocab_size // block, block)
     best = blocks.amax(dim=-1).argmax(dim=-1)
     members = blocks[torch.arange(num_rows), best]
     place = members.argmax(dim=-1)

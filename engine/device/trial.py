@@ -46,6 +46,7 @@ from engine.device.roofline import (
     weigh_step,
 )
 from engine.device.runner import TorchRunner
+from engine.device.timing import DeviceTimedRunner
 from engine.request import Request
 from engine.step import StepPlan, StepWork, WorkKind
 
@@ -80,6 +81,10 @@ class TrialRunner(NamedTuple):
     num_blocks: int
     graph_sizes: tuple[int, ...]
     graphs_off: str | None
+
+
+Timed = DeviceTimedRunner
+"""A runner that also keeps what the device itself took for each step."""
 
 
 class Expected(NamedTuple):
@@ -160,6 +165,10 @@ class DeviceTrial:
         """Run the conformance suite."""
         made = BACKENDS[backend]()
         yield from run_cases(made, self._device, _DTYPES[dtype], made.default_block_size)
+
+    def timed(self, made: TrialRunner) -> Timed | None:
+        """Return the runner with the device's own timing around it; None off CUDA."""
+        return DeviceTimedRunner(made.runner, self._device) if self.is_cuda else None
 
     def tiny(self, family: str) -> TinyTrial:
         """Return one family in miniature."""

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from controller.bench.gpu.rows import Row, TimeBox, Verdict, line_of
+from controller.bench.gpu.rows import Number, Row, TimeBox, Verdict, line_of
 from controller.bench.gpu.sizes import TrialSizes
 from controller.runtime.warmup import run_sweep
 from costmodel.prior import SweepShape
@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.step import StepWork, WorkKind
 
 if TYPE_CHECKING:
-    from engine.device.trial import DeviceTrial, LargeTrial, TrialRunner
+    from engine.device.trial import DeviceTrial, LargeTrial, Timed, TrialRunner
 
 
 def measure_speed(
@@ -57,10 +57,11 @@ def measure_speed(
     for index, (backend, with_graphs) in enumerate(contestants):
         # Whoever is left shares what is left: a slow backend cannot starve a later one.
         share = box.part(1.0 / (len(contestants) - index))
-        yield from _contestant(large, backend, with_graphs, sizes, share, clock)
+        yield from _contestant(trial, large, backend, with_graphs, sizes, share, clock)
 
 
 def _contestant(
+    trial: DeviceTrial,
     large: LargeTrial,
     backend: str,
     with_graphs: bool,
@@ -95,13 +96,14 @@ def _contestant(
         max_num_seqs=sizes.max_batch,
         max_num_batched_tokens=max(sizes.max_batched_tokens, sizes.max_batch),
     )
+    timed = trial.timed(made)
     for step in _shapes(sizes, decodes_only=with_graphs):
         what = f"{name}: {_name(step)}"
         if box.is_over:
             yield Row(what, "no time left", Verdict.SKIPPED)
             continue
         try:
-            yield _time(large, made, step, config, sizes, clock, what)
+            yield _time(large, made, timed, step, config, sizes, clock, what)
         except Exception as error:
             yield Row(what, line_of(error), Verdict.FAILED)
             # After a fault the device may be gone; the other contestants find out for themselves.
@@ -111,6 +113,7 @@ def _contestant(
 def _time(
     large: LargeTrial,
     made: TrialRunner,
+    timed: Timed | None,
     step: SweepShape,
     config: EngineConfig,
     sizes: TrialSizes,
@@ -121,11 +124,13 @@ def _time(
     needed = sum(num_blocks_for(item.num_context_tokens, made.block_size) for item in work)
     if needed > made.num_blocks:
         return Row(what, f"needs {needed} blocks of {made.num_blocks}", Verdict.SKIPPED)
-    samples = run_sweep(made.runner, config, clock, (step,) * sizes.repeats)
+    if timed is not None:
+        timed.device_s.clear()
+    samples = run_sweep(timed or made.runner, config, clock, (step,) * sizes.repeats)
     seconds = statistics.median(latency_s for _, latency_s in samples)
     limit_s = large.limit_s(work, len(work))
     num_tokens = step.num_chunk_tokens + step.num_decodes
-    numbers = {
+    numbers: dict[str, Number] = {
         "chunk_tokens": step.num_chunk_tokens,
         "decodes": step.num_decodes,
         "context_tokens": step.num_context_tokens,
@@ -135,6 +140,11 @@ def _time(
         "share_of_limit": None if limit_s is None else limit_s / seconds,
     }
     text = f"{seconds * 1e3:,.2f} ms, {num_tokens / seconds:,.0f} tokens/s"
+    if timed is not None:
+        # The first execution pays for what is lazy.
+        device_s = statistics.median(timed.device_s[1:])
+        numbers["device_s"] = device_s
+        text += f"; device {device_s * 1e3:,.2f} ms"
     if limit_s is not None:
         text += f"; limit {limit_s * 1e3:,.2f} ms, {limit_s / seconds:.0%} of it reached"
     return Row(what, text, numbers=numbers)
