@@ -5,7 +5,6 @@ Owns the reading of error codes and messages. Must not retry: the loop does.
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.device.memory import available_bytes
 from engine.ports import DeviceLostError
 
 # CUDA errors after which the context answers every call with the same error ("the process must be
@@ -108,8 +108,7 @@ def _memory_message(text: str, device: torch.device, what: str) -> str:
 
 def _free_bytes(device: torch.device) -> int:
     """Bytes that can be had: what the device has free plus what torch's allocator holds idle."""
+    idle = 0
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + idle)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes(device) + int(idle)
