@@ -162,11 +162,3 @@ def num_blocks_within(
 ) -> int:
     """Return how many blocks of `block_size` tokens fit into `num_bytes` over all layers."""
     return num_bytes // num_bytes_per_block(layers, block_size, dtype)
-
-
-def default_kv_bytes(device: torch.device) -> int:
-    """Return a pool size in bytes: 1 GiB on CPU, 70 % of what is free on a CUDA device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.7)
-    return 1 << 30
