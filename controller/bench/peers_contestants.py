@@ -34,7 +34,7 @@ from engine.clock import MonotonicClock
 
 TRANSFORMERS = "transformers"
 TRANSFORMERS_MODULE = "engine.device.peer_transformers"
-PEER_SETTINGS = ("sdpa", "eager", "sdpa-compiled")
+PEER_SETTINGS = ("sdpa", "eager", "sdpa-128", "sdpa-compiled")
 """Names of the settings that the peer's process knows (`engine/device/peer_transformers.py`)."""
 
 DEFAULT_PEER_SETTINGS = ("sdpa", "eager")

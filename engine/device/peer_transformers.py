@@ -24,9 +24,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
+from engine.device.checkpoint import Checkpoint, find_checkpoint
 from engine.device.demo import prepare_demo
 from engine.device.json_lines import LineWriter, claim_stdout, error_line
-from engine.device.model import ModelLoadError
+from engine.device.servable import ModelLoadError
 
 POLL_S = 1.0
 """How long the writer sleeps at a time when nothing is being generated."""
@@ -71,6 +72,8 @@ class PeerSettings:
 SETTINGS = {
     "sdpa": PeerSettings(),
     "eager": PeerSettings(attention="paged|eager"),
+    # Shorter gaps when a long prompt arrives, at the price of its TTFT.
+    "sdpa-128": PeerSettings(max_batch_tokens=128),
     # Its defaults pad every step to 64 tokens and 16384 keys, which suits graphs on a GPU.
     "sdpa-compiled": PeerSettings(compile_level=1, q_padding=8, kv_padding=1024),
 }
@@ -131,15 +134,21 @@ class Forwarder:
 
 
 def serve(
-    source: str, settings: PeerSettings, dtype: str, device: str, lines: Iterable[str], writer: LineWriter
+    source: str,
+    settings: PeerSettings,
+    dtype: str,
+    device: str,
+    lines: Iterable[str],
+    writer: LineWriter,
 ) -> None:
     """Load `source`, tell that it is ready, and generate for every line until the input ends."""
     path = str(prepare_demo(lambda done, total, text: None)) if source == "demo" else source
+    checkpoint = find_checkpoint(path)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
+        checkpoint.location,
+        gguf_file=checkpoint.gguf_file,
         dtype=getattr(torch, dtype),
         attn_implementation=settings.attention,
-        use_safetensors=True,
     )
     model = model.to(device).eval()
     # Greedy, and no token ends a request before its number of tokens is complete.
@@ -152,7 +161,7 @@ def serve(
         manager.warmup()
         manager.start()
     forwarder = threading.Thread(
-        target=Forwarder(manager, writer, _tokenizer_of(path)).run, name="peer-forwarder"
+        target=Forwarder(manager, writer, _tokenizer_of(checkpoint)).run, name="peer-forwarder"
     )
     forwarder.start()
     writer.write("ready", **_facts(manager, model, settings))
@@ -189,9 +198,9 @@ def _facts(manager: Any, model: Any, settings: PeerSettings) -> dict[str, Any]:
     }
 
 
-def _tokenizer_of(path: str) -> Any:
+def _tokenizer_of(checkpoint: Checkpoint) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(checkpoint.location, gguf_file=checkpoint.gguf_file)
     except (OSError, ValueError):
         # A model without one can be measured; its texts just cannot be compared.
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -103,9 +104,13 @@ class Batch:
     a request may help it here only as far as it would help there.
     """
 
-    def __init__(self, shape: StepShape, block_size: int) -> None:
+    def __init__(self, shape: StepShape, block_size: int, vocab_size: int) -> None:
         self._shape = shape
         self._block_size = block_size
+        # Any tokens will do, as long as they differ: zeros would gather one row of the embedding,
+        # which is often all zeros itself.
+        self._ids = random.Random(0)  # noqa: S311 - prompts, not secrets
+        self._vocab = range(vocab_size)
         self._num_made = 0
         self._next_block = 0
         self.requests: dict[str, Request] = {}
@@ -113,7 +118,8 @@ class Batch:
             self._add(num_prompt=shape.num_context - 1, num_more=2 * _MAX_STEPS + 2)
 
     def _add(self, num_prompt: int, num_more: int) -> Request:
-        request = Request(f"timed-{self._num_made}", (0,) * num_prompt, num_more, 0.0)
+        prompt = tuple(self._ids.choices(self._vocab, k=num_prompt))
+        request = Request(f"timed-{self._num_made}", prompt, num_more, 0.0)
         self._num_made += 1
         num_blocks = num_blocks_for(num_prompt + num_more, self._block_size)
         request.block_table = list(range(self._next_block, self._next_block + num_blocks))
@@ -132,7 +138,7 @@ class Batch:
             return StepPlan(work=(work,))
         for request in self.requests.values():
             request.num_computed_tokens = request.num_known_tokens
-            request.output_token_ids.append(0)
+            request.output_token_ids.append(self._ids.choice(self._vocab))
         return StepPlan(
             work=tuple(
                 StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
@@ -198,12 +204,13 @@ class StepTimer:
         self._block_size = block_size
         self._limits = limits
         self._clock = clock
+        self._vocab_size = model.vocab_size
         self._weight = weigh_model(model.module, model.layers)
         self._watch = ForwardWatch(model.module, clock, model.device)
 
     def time(self, shape: StepShape) -> StepTiming:
         """Time one shape: plain steps first, then as many whose forward is watched."""
-        batch = Batch(shape, self._block_size)
+        batch = Batch(shape, self._block_size, self._vocab_size)
         # The first step pays for lazy set-up.
         self._execute(batch, batch.next_plan())
         plain: list[float] = []

@@ -120,7 +120,7 @@ def test_a_prompt_is_another_request_every_time(tiny: Any) -> None:
 
 
 def test_no_two_requests_of_a_batch_share_a_block() -> None:
-    batch = Batch(StepShape(num_decodes=3, num_context=10), 4)
+    batch = Batch(StepShape(num_decodes=3, num_context=10), 4, 96)
     blocks = [block for request in batch.requests.values() for block in request.block_table]
     assert len(set(blocks)) == len(blocks)
     for _ in range(50):
