@@ -18,6 +18,7 @@ from engine.device.demo import Progress, prepare_demo
 from engine.device.graphs import GraphRequest
 from engine.device.kv_cache import num_bytes_per_block
 from engine.device.memory import (
+    GIB,
     available_bytes,
     default_host_pool_bytes,
     default_pool_bytes,
@@ -207,8 +208,8 @@ def _pools(options: DeviceOptions, model: DecoderModel, block_size: int) -> _Poo
     )
     if host_bytes > host_available:
         raise ModelLoadError(
-            f"{host_bytes} bytes of host memory for preempted requests: {in_words(host_available)}"
-            f" are available beside the KV pool ({host_available} bytes)"
+            f"--swap-space {host_bytes / GIB:g}: {in_words(host_available)} of host memory are"
+            " available beside the KV pool; lower it"
         )
     return _Pools(
         kv_bytes, block_size, block_bytes, kv_bytes // block_bytes, host_bytes // block_bytes

@@ -181,6 +181,41 @@ FAMILIES: dict[str, Family] = {
         ({"rope_interleave": False}, {"topk_group": 4}, {"num_experts_per_tok": 1}),
         first_layer={"num_heads": 4, "num_kv_heads": 4, "key_dim": 12, "value_dim": 6},
     ),
+    # The last layers read keys and values of earlier ones: each keeps its own copy of them.
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 4,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "final_logit_softcapping": 8.0,
+        },
+        ({"sliding_window": WINDOW + 1},),
+        head_scale=1.0,
+        windows=(WINDOW, None) * 2,
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 4,
+        },
+        ({"sliding_window": WINDOW + 1},),
+        first_layer={"key_dim": 8},
+        windows=(WINDOW, None) * 2,
+    ),
 }
 
 # What tests of schedules, sampling and swapping run on: plain, with biases, with windows.
