@@ -61,6 +61,9 @@ class Settings(BaseSettings):
     attention_backend: Literal["auto", "reference", "flash_attn", "torch_varlen"] = _setting(
         "auto", "the first that works of flash_attn, torch_varlen (CUDA), reference (any)", _MODEL
     )
+    is_eager_enforced: bool = _setting(
+        False, "run every step plainly instead of replaying decodes as CUDA graphs", _MODEL
+    )
     max_model_len: int | None = _setting(
         None, "most tokens of prompt plus output (default: the model's, if the pool holds it)",
         _MODEL, ge=2,

@@ -14,6 +14,7 @@ from store.urls import mask_url
 if TYPE_CHECKING:
     from controller.runtime.wiring import Runtime
     from engine.config import EngineConfig
+    from engine.device.loading import LoadedEngine
 
 
 def banner(runtime: Runtime, url: str) -> str:
@@ -28,7 +29,11 @@ def banner(runtime: Runtime, url: str) -> str:
     }[settings.policy]
     rows = [
         ("model", f"{settings.model_name}{source}"),
-        ("dtype", f"{engine.dtype} on {engine.device_name}, attention {engine.attention_backend}"),
+        (
+            "dtype",
+            f"{engine.dtype} on {engine.device_name}, attention {engine.attention_backend}"
+            f"{_graphs(engine)}",
+        ),
         (
             "KV pool",
             f"{config.num_pool_tokens:,} tokens in {engine.num_blocks:,} blocks of"
@@ -46,6 +51,12 @@ def banner(runtime: Runtime, url: str) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([f"Paceline {metadata.version('paceline')}", *lines])
+
+
+def _graphs(engine: LoadedEngine) -> str:
+    if engine.graph_sizes:
+        return f", CUDA graphs of up to {max(engine.graph_sizes)} decodes"
+    return f", no CUDA graphs ({engine.graphs_off})" if engine.graphs_off else ""
 
 
 def _reuse(config: EngineConfig) -> str:

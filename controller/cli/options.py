@@ -23,6 +23,7 @@ _FLAG_NAMES = {
     "is_warmup_enabled": "warmup",
     "is_lenient_slo": "lenient-slo",
     "is_prefix_caching_enabled": "enable-prefix-caching",
+    "is_eager_enforced": "enforce-eager",
 }
 _NOT_FLAGS = frozenset({"model", "planner"})
 

@@ -177,6 +177,7 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         chat_template=_chat_template(settings.chat_template),
         seed=settings.seed,
         host_kv_bytes=_host_kv_bytes(settings.swap_space),
+        max_graph_batch=0 if settings.is_eager_enforced else settings.max_num_seqs,
     )
     try:
         return load_engine(settings.model, options, progress)

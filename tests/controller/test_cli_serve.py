@@ -109,7 +109,9 @@ def test_a_real_server_from_banner_to_flushed_telemetry(
     database = f"sqlite:///{tmp_path / 'p.db'}"
     server = subprocess.Popen(
         [*COMMAND, "serve", str(model_folder), "--port", "0", "--db", database,
-         "--policy", policy, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "1000000"],
+         "--policy", policy, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "1000000",
+         "--enforce-eager", *(["--swap-space", "0", "--no-enable-prefix-caching"]
+                              if policy == "whole" else ["--swap-space", "0.0001"])],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONWARNINGS": "error"},
     )  # fmt: skip
     try:
@@ -122,6 +124,11 @@ def test_a_real_server_from_banner_to_flushed_telemetry(
         text = "".join(banner)
         for word in ("tiny", "float32", "reference", "KV pool", f"{policy}:", "p.db"):
             assert word in text
+        reuse = text.split("KV reuse", 1)[1].split("\n", 1)[0].strip()
+        if policy == "whole":
+            assert reuse == "prefix cache off; preempted requests are computed again"
+        else:
+            assert reuse.startswith("prefix cache on; host memory for ")
         url = text.split("API", 1)[1].split()[0]
         answer = httpx.post(
             f"{url}/completions",

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from controller.cli.main import app
 from controller.config import Settings, SettingsError, load_settings, parse_slo_class
 from controller.policy.slo import OnInfeasible, Slo, SloClass
+from controller.runtime.wiring import _host_kv_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +121,22 @@ def test_a_class_object_passes_through() -> None:
     assert parse_slo_class(item) is item
     with pytest.raises(ValueError, match="NAME:key=value"):
         parse_slo_class(3)
+
+
+def test_settings_of_kv_memory_have_vllms_names_and_reach_the_loader() -> None:
+    settings = load_settings({"swap_space": "1.5", "is_prefix_caching_enabled": False})
+    assert (settings.swap_space, settings.is_prefix_caching_enabled) == (1.5, False)
+    # In the loader's words 0 is its own choice, and less than a block is none.
+    assert [_host_kv_bytes(gib) for gib in (None, 0.0, 1.5)] == [0, 1, 3 << 29]
+    defaults = load_settings({})
+    assert (defaults.swap_space, defaults.is_prefix_caching_enabled) == (None, True)
+    assert not defaults.is_eager_enforced
+    serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name for parameter in serve.params for name in parameter.opts}
+    assert {"--swap-space", "--enable-prefix-caching", "--enforce-eager"} <= options
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
+def test_a_swap_space_that_is_no_size_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match="swap_space"):
+        load_settings({"swap_space": value})
