@@ -142,11 +142,11 @@ def test_writing_touches_only_the_slots_of_the_step(batch: Any) -> None:
 
 
 def test_equal_decodes_share_one_call_and_padding_is_bounded() -> None:
-    decodes = _partition(np.ones(32, np.int64), np.full(32, 100))
+    decodes = _partition(np.ones(32, np.int64), np.full(32, 100), 10**9)
     assert [len(group) for group in decodes] == [32]
     lengths = np.array([1] * 8 + [512, 500, 3], np.int64)
     contexts = np.array([10_000, 11_000, 40, 50, 60, 10_500, 45, 55, 512, 4000, 3], np.int64)
-    groups = _partition(lengths, contexts)
+    groups = _partition(lengths, contexts, 10**9)
     assert sorted(index for group in groups for index in group) == list(range(11))
     for group in groups:
         padded = len(group) * int(lengths[group].max()) * int(contexts[group].max())
@@ -155,13 +155,21 @@ def test_equal_decodes_share_one_call_and_padding_is_bounded() -> None:
     assert len(groups) < 11
 
 
+def test_a_call_gathers_what_the_processor_holds_but_never_one_request_alone() -> None:
+    ones = np.ones(32, np.int64)
+    assert [len(group) for group in _partition(ones, np.full(32, 1000), 4000)] == [4] * 8
+    assert [len(group) for group in _partition(ones, np.full(32, 9000), 4000)] == [2] * 16
+    # Members stand in packed order, whatever their contexts: a batch of decodes is one whole group.
+    assert _partition(ones[:3], np.array([40, 10, 30]), 4000)[0].tolist() == [0, 1, 2]
+
+
 def test_groups_are_built_once_per_step_and_window(batch: Any) -> None:
     _, _, inputs, block_size = batch
     cache = PagedKvCache((LayerGeometry(1, 4, 4),) * 4, 200, block_size, torch.float32, CPU)
     query = torch.randn(inputs.num_tokens, 2, 4)
     for layer_idx, window in enumerate([None, 6, None, 6]):
         ReferenceAttention().attend(query, cache, inputs, AttentionCall(layer_idx, 1.0, window))
-    assert sorted(inputs.scratch, key=str) == [("reference", 6), ("reference", None)]
+    assert sorted((key[1] for key in inputs.scratch), key=str) == [6, None]
 
 
 class RecordingKernel:

@@ -27,6 +27,10 @@ _MAX_PADDING = 1.25
 _FREE_PADDING_SCORES = 4096
 # A group this large has paid for its call: growing it only costs memory.
 MAX_GROUP_SCORES = 1 << 20
+# Bytes of keys and values of one call: gathered pages should still be in the processor's cache when
+# they are multiplied. Two pieces share a call all the same: one would leave a core without work.
+MAX_GATHERED_BYTES = 1 << 22
+_MIN_MEMBERS = 2
 # Query rows per tile: bounds the scores and the mask of one call to tile × context, and skips the
 # keys after a tile that no query in it may see.
 TILE_ROWS = 256
@@ -59,7 +63,8 @@ class _Group:
     `rows` (B, q) are packed query rows (padding repeats the piece's first), `slots` (B, k) cache
     slots of the keys, `q_positions` (B, q) and `k_positions` (B, k) where they stand (a padded key
     stands beyond every query), `packed` (n,) and `padded` (n,) pair packed rows with positions in
-    the flattened (B·q) output.
+    the flattened (B·q) output. `is_whole` says that both pairings are the identity over all packed
+    rows: one group, no padding, in order.
     """
 
     rows: torch.Tensor
@@ -68,6 +73,7 @@ class _Group:
     k_positions: torch.Tensor
     packed: torch.Tensor
     padded: torch.Tensor
+    is_whole: bool
 
     def mask(self, window: int | None) -> torch.Tensor:
         """Return (B, 1, q, k), True where a query may look.
@@ -88,6 +94,9 @@ class ReferenceAttention:
     # The groups are made on the host, anew for every batch.
     is_capturable = False
 
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
     def check(
         self,
         block_size: int,
@@ -101,16 +110,40 @@ class ReferenceAttention:
         self, query: torch.Tensor, cache: PagedKvCache, inputs: StepInputs, call: AttentionCall
     ) -> torch.Tensor:
         """Return (num_tokens, num_heads, value_dim)."""
-        keys = cache.keys[call.layer_idx].flatten(0, 1)
-        values = cache.values[call.layer_idx].flatten(0, 1)
+        keys, values = cache.keys[call.layer_idx], cache.values[call.layer_idx]
+        groups = _groups_of(inputs, cache, call, query.device)
         output = query.new_empty((query.shape[0], query.shape[1], values.shape[-1]))
-        for group in _groups_of(inputs, cache.block_size, call.sliding_window, query.device):
-            mask = group.mask(call.sliding_window)
+        for group in groups:
             attended = _attend_group(
-                query[group.rows], keys[group.slots], values[group.slots], mask, call
-            )
-            output[group.packed] = attended.flatten(0, 1)[group.padded]
+                query[:, None] if group.is_whole else query[group.rows],
+                self._gather("keys", keys, group.slots),
+                self._gather("values", values, group.slots),
+                group.mask(call.sliding_window),
+                call,
+            ).flatten(0, 1)
+            if group.is_whole:
+                return attended
+            output[group.packed] = attended[group.padded]
         return output
+
+    def _gather(self, name: str, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return the cache's rows at `slots` (B, k) as (B, k, kv_heads, dim).
+
+        On a CPU into a buffer that every layer uses again: fresh memory of that size is handed out
+        page by page, which costs more than the copy.
+        """
+        rows = pages.view(-1, pages.shape[2] * pages.shape[3])
+        index = slots.flatten()
+        if pages.device.type != "cpu":
+            gathered = rows.index_select(0, index)
+        else:
+            size = index.numel() * rows.shape[1]
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.numel() < size or buffer.dtype != rows.dtype:
+                buffer = self._buffers[name] = rows.new_empty(size)
+            gathered = buffer[:size].view(index.numel(), rows.shape[1])
+            torch.index_select(rows, 0, index, out=gathered)
+        return gathered.view(*slots.shape, *pages.shape[2:])
 
 
 def _attend_group(
@@ -145,16 +178,19 @@ def _attend_group(
 
 
 def _groups_of(
-    inputs: StepInputs, block_size: int, window: int | None, device: torch.device
+    inputs: StepInputs, cache: PagedKvCache, call: AttentionCall, device: torch.device
 ) -> list[_Group]:
-    """Return the step's groups for one window, built at the first layer that asks."""
-    key = ("reference", window)
+    """Return the step's groups for one window and width, built at the first layer that asks."""
+    keys, values = cache.keys[call.layer_idx], cache.values[call.layer_idx]
+    num_bytes = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
+    most_keys = MAX_GATHERED_BYTES // num_bytes
+    key = ("reference", call.sliding_window, most_keys)
     groups: list[_Group] | None = inputs.scratch.get(key)
     if groups is None:
-        tiles = _tiles_of(inputs, window)
+        tiles = _tiles_of(inputs, call.sliding_window)
         groups = [
-            _build_group(inputs, tiles, members, block_size, device)
-            for members in _partition(tiles.num_queries, tiles.num_keys)
+            _build_group(inputs, tiles, members, cache.block_size, device)
+            for members in _partition(tiles.num_queries, tiles.num_keys, most_keys)
         ]
         inputs.scratch[key] = groups
     return groups
@@ -180,8 +216,11 @@ def _tiles_of(inputs: StepInputs, window: int | None) -> _Tile:
     )
 
 
-def _partition(query_lengths: IntArray, key_lengths: IntArray) -> list[IntArray]:
-    """Split pieces into groups whose padding stays bounded; similar shapes end up together."""
+def _partition(query_lengths: IntArray, key_lengths: IntArray, most_keys: int) -> list[IntArray]:
+    """Split pieces into groups whose padding stays bounded; similar shapes end up together.
+
+    A group of more than two pieces gathers at most `most_keys` keys.
+    """
     order = np.lexsort((key_lengths, query_lengths))
     groups: list[list[int]] = []
     needed = max_q = max_k = 0
@@ -189,15 +228,18 @@ def _partition(query_lengths: IntArray, key_lengths: IntArray) -> list[IntArray]
         q, k = int(query_lengths[index]), int(key_lengths[index])
         if groups:
             new_q, new_k = max(max_q, q), max(max_k, k)
-            padded = (len(groups[-1]) + 1) * new_q * new_k
+            num_members = len(groups[-1]) + 1
+            padded = num_members * new_q * new_k
             allowed = _MAX_PADDING * (needed + q * k) + _FREE_PADDING_SCORES
-            if padded <= min(allowed, MAX_GROUP_SCORES):
+            is_cached = num_members <= _MIN_MEMBERS or num_members * new_k <= most_keys
+            if is_cached and padded <= min(allowed, MAX_GROUP_SCORES):
                 groups[-1].append(int(index))
                 needed, max_q, max_k = needed + q * k, new_q, new_k
                 continue
         groups.append([int(index)])
         needed, max_q, max_k = q * k, q, k
-    return [np.array(group, dtype=np.int64) for group in groups]
+    # In packed order again, so that a batch of decodes alone needs no sorting back.
+    return [np.array(sorted(group), dtype=np.int64) for group in groups]
 
 
 def _build_group(
@@ -228,4 +270,5 @@ def _build_group(
         k_positions=on_device(np.where(is_key, k_positions, beyond).astype(np.int32)),
         packed=on_device(rows[is_query]),
         padded=on_device(padded),
+        is_whole=q_index.shape[1] == 1 and np.array_equal(rows[:, 0], np.arange(inputs.num_tokens)),
     )
