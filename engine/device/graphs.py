@@ -56,7 +56,8 @@ class CudaRecorder:
             run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Thread-local: another thread may ask CUDA something meanwhile without spoiling this.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
 
         def replay() -> None:
@@ -150,6 +151,7 @@ class DecodeGraphs:
         self._table = zeros(rows, limits.max_blocks, dtype=torch.int32) + limits.scratch_block
         self._rows = torch.arange(rows, device=device)
         self._logits: torch.Tensor | None = None
+        self._num_filled = 0
         self._replays: dict[int, Callable[[], None]] = {}
         self._sizes: tuple[int, ...] = ()
         self.num_replayed = 0
@@ -209,25 +211,32 @@ class DecodeGraphs:
         # A table may be wider than any context of the step: blocks reserved ahead.
         width = min(inputs.block_table.shape[1], self._table.shape[1])
         self._table[:num_rows, :width].copy_(inputs.block_table[:, :width], non_blocking=True)
-        if size > num_rows:
-            self._pad(num_rows, size)
+        # Rows that the last step filled and this one does not; those beyond are clean already.
+        if num_rows < self._num_filled:
+            self._clean(num_rows, self._num_filled)
+        self._num_filled = num_rows
+        self._end_padding(num_rows, size)
 
-    def _pad(self, num_rows: int, size: int) -> None:
-        self._ids[:, num_rows:size] = 0
-        self._positions[:, num_rows:size] = 0
-        self._slots[num_rows:size] = self._scratch_slot
-        self._table[num_rows:size, :1] = self._limits.scratch_block
-        torch.add(
-            self._cu_seqlens_k[num_rows : num_rows + 1],
-            self._ends[1 : size - num_rows + 1],
-            out=self._cu_seqlens_k[num_rows + 1 : size + 1],
-        )
+    def _clean(self, start: int, stop: int) -> None:
+        """Make rows `start..stop` one token of the scratch block."""
+        self._ids[:, start:stop] = 0
+        self._positions[:, start:stop] = 0
+        self._slots[start:stop] = self._scratch_slot
+        self._table[start:stop, :1] = self._limits.scratch_block
+
+    def _end_padding(self, num_rows: int, size: int) -> None:
+        """Let every row beyond `num_rows` see one key more than the row before it."""
+        if num_rows < size:
+            torch.add(
+                self._cu_seqlens_k[num_rows : num_rows + 1],
+                self._ends[1 : size - num_rows + 1],
+                out=self._cu_seqlens_k[num_rows + 1 : size + 1],
+            )
 
     def _capture_one(self, size: int) -> Callable[[], None]:
         static = self._static_inputs(size)
         if self._logits is None:
             # The largest comes first; its logits show how wide and of which dtype all are.
-            self._pad(0, size)
             self._logits = torch.empty_like(self._forward(static))
             static.scratch.clear()
         logits = self._logits
@@ -238,7 +247,6 @@ class DecodeGraphs:
             # One copy more, but the logits' own memory goes back to the pool that graphs share.
             logits[:size].copy_(self._forward(static))
 
-        self._pad(0, size)
         replay = self._record(run)
         static.scratch.clear()
         # Other tokens than were recorded: what was computed on the host would show.
@@ -247,6 +255,7 @@ class DecodeGraphs:
         replayed = logits[:size].float()
         expected = self._forward(static).float()
         static.scratch.clear()
+        self._clean(0, size)
         error = float((replayed - expected).abs().max())
         largest = float(expected.abs().max())
         if not error <= _TOLERANCE * largest:

@@ -7,6 +7,7 @@ tokens must be those of a run without graphs.
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from engine.blocks import BlockPool
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
+from engine.device import loading
 from engine.device.attention.base import AttentionBackend
 from engine.device.attention.reference import ReferenceAttention
 from engine.device.graphs import (
@@ -135,9 +137,15 @@ def test_a_step_is_padded_with_rows_that_touch_nobodys_blocks() -> None:
     assert padded.block_table[:3, :width].tolist() == inputs.block_table.tolist()
     assert padded.block_table[3].tolist()[0] == 77
     assert padded.sample_rows.tolist() == [0, 1, 2, 3]
+    # Clean rows are not cleaned again, and no step leaves anything behind for a smaller one.
+    graphs.run(decode_inputs([6] * 4))
+    graphs.run(inputs)
+    again = spy.seen[-1]
+    assert again.slot_mapping.tolist() == [*inputs.slot_mapping.tolist(), 77 * BLOCK_SIZE]
+    assert again.cu_seqlens_k.tolist() == [0, 9, 13, 30, 31]
     # What a recorded kernel keeps as a number must hold for every step to come.
     assert (padded.max_seqlen_q, padded.max_seqlen_k) == (1, 40)
-    assert graphs.num_replayed == 1
+    assert graphs.num_replayed == 3
 
 
 def test_every_step_overwrites_what_the_last_one_left() -> None:
@@ -377,6 +385,18 @@ def test_a_backend_that_reads_lengths_on_the_host_has_no_graphs(
 def test_no_cuda_graphs_without_cuda(tiny: Any) -> None:
     runner = make_runner(tiny.served, FlashAttentionOnCpu(), GraphRequest(4, MAX_CONTEXT))
     assert runner.graphs_off == "no CUDA graphs on cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "max_batch", "expected"),
+    [("cuda", 8, GraphRequest(8, 100)), ("cuda", 0, None), ("cpu", 8, None)],
+)
+def test_graphs_are_asked_for_on_cuda_only(
+    device: str, max_batch: int, expected: GraphRequest | None
+) -> None:
+    model: Any = types.SimpleNamespace(device=torch.device(device))
+    options = loading.DeviceOptions(max_graph_batch=max_batch)
+    assert loading._graphs(options, model, 100) == expected
 
 
 def test_padding_leaves_every_block_of_the_pool_alone(tiny: Any, make_prompt: Any) -> None:
