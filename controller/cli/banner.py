@@ -14,7 +14,6 @@ from store.urls import mask_url
 if TYPE_CHECKING:
     from controller.runtime.wiring import Runtime
     from engine.config import EngineConfig
-    from engine.device.loading import LoadedEngine
 
 
 def banner(runtime: Runtime, url: str) -> str:
@@ -32,7 +31,7 @@ def banner(runtime: Runtime, url: str) -> str:
         (
             "dtype",
             f"{engine.dtype} on {engine.device_name}, attention {engine.attention_backend}"
-            f"{_graphs(engine)}",
+            f"{_graphs(runtime)}",
         ),
         (
             "KV pool",
@@ -53,7 +52,8 @@ def banner(runtime: Runtime, url: str) -> str:
     return "\n".join([f"Paceline {metadata.version('paceline')}", *lines])
 
 
-def _graphs(engine: LoadedEngine) -> str:
+def _graphs(runtime: Runtime) -> str:
+    engine = runtime.engine
     if engine.graph_sizes:
         return f", CUDA graphs of up to {max(engine.graph_sizes)} decodes"
     return f", no CUDA graphs ({engine.graphs_off})" if engine.graphs_off else ""
