@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from engine.device.model import load_model
 from engine.request import FinishReason
 from tests.device.families import CORE_FAMILIES, FAMILIES, NUM_NEW, generate, load_reference
 
@@ -86,6 +88,30 @@ def test_log_probabilities_are_the_references(
         assert token.logprob == pytest.approx(float(reference[token.token_id]), abs=near)
         for top in token.top_logprobs:
             assert top.logprob == pytest.approx(float(reference[top.token_id]), abs=near)
+
+
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_experts_in_float32_do_not_see_the_batch(
+    name: str,
+    tiny_family: Callable[[str], Any],
+    make_engine: Any,
+    make_request: Any,
+    make_prompt: Any,
+    chunk: int | None,
+) -> None:
+    # float64 runs experts one by one; what is served in practice sorts all tokens of a step by
+    # expert and multiplies each group at once.
+    folder = tiny_family(name).folder
+    served = load_model(str(folder), "float32", "cpu")
+    assert served._model.config._experts_implementation == "grouped_mm"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    requests = [make_request(f"r{n}", make_prompt(n, n), NUM_NEW) for n in (3, 20, 45)]
+    make_engine(served, chunk).run(requests, gap_steps=1)
+    for request in requests:
+        expected = generate(reference, list(request.prompt_token_ids))
+        assert expected.num_ties == 0
+        assert request.output_token_ids == expected.tokens
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,14 @@ def test_missing_weights_are_not_drawn_at_random(llama_copy: Path) -> None:
     assert refusal(llama_copy).endswith("model.layers.1.self_attn.q_proj.weight is missing")
 
 
+def test_a_head_that_is_the_embedding_is_not_missing(llama_copy: Path) -> None:
+    rewrite(llama_copy, **{"lm_head.weight": None})
+    assert refusal(llama_copy).endswith("lm_head.weight is missing")
+    edit(llama_copy, tie_word_embeddings=True)
+    model = load_model(str(llama_copy), "auto", "cpu")._model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_fewer_layers_in_the_checkpoint_than_configured(llama_copy: Path) -> None:
     edit(llama_copy, num_hidden_layers=3)
     assert "model.layers.2.input_layernorm.weight is missing (and 8 more)" in refusal(llama_copy)
