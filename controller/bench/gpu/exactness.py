@@ -60,6 +60,8 @@ def _conformance(trial: DeviceTrial, backend: str, dtype: str) -> Row:
     if failures:
         return Row(what, f"{len(failures)} of {len(outcomes)} fail; {failures[0]}", Verdict.OFF,
                    numbers)  # fmt: skip
+    if not errors:
+        return Row(what, f"refuses all {len(outcomes)} cases", Verdict.REFUSED, numbers)
     text = f"{len(errors)} cases, {num_refused} refused, largest error {max(errors):.1e}"
     return Row(what, text, Verdict.OK, numbers)
 
