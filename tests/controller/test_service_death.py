@@ -68,6 +68,8 @@ def test_a_lost_device_ends_everybody_running_waiting_and_new(rig: Rig, where: s
     health = rig.service.health()
     assert (health.is_live, health.is_ready) == (False, False)
     assert "DeviceLostError: the context is gone" in health.reason
+    # Readers come first, records after: the thread has written them when it has ended.
+    rig.service.stop(10.0)
     rows = [record for record in rig.records if isinstance(record, RequestRecord)]
     assert len(rows) == len({row.request_id for row in rows}) == len(ends)
     assert rig.pool.num_used == 0
@@ -107,6 +109,7 @@ def test_a_request_that_arrives_during_the_abort_is_ended_once(rig: Rig) -> None
         return [events[-1], *(await collect(late[0]))]
 
     ends = asyncio.run(scenario())
+    rig.service.stop(10.0)
     assert [end.reason for end in ends] == [FinishReason.ERROR] * 2
     assert sorted(request.request_id for request in ended) == ["run-1", "run-2"]
     assert rig.service.num_unfinished == 0
@@ -128,6 +131,7 @@ def test_a_device_that_cannot_even_forget_keeps_nobody_waiting(
         return [(await collect(stream))[-1] for stream in streams]
 
     ends = asyncio.run(scenario())
+    rig.service.stop(10.0)
     assert {end.reason for end in ends} == {FinishReason.ERROR}
     assert not rig.service.health().is_live
     assert caplog.records
@@ -146,6 +150,7 @@ def test_telemetry_that_fails_in_the_abort_harms_nobody(
         return first, (await collect(rig.service.submit(rig.ask())))[-1]
 
     first, second = asyncio.run(scenario())
+    rig.service.stop(10.0)
     assert (first.reason, second.reason) == (FinishReason.ERROR, FinishReason.ERROR)
     assert "could not be recorded" in caplog.text
 

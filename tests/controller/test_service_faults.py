@@ -105,6 +105,8 @@ def test_a_planner_bug_ends_everything_and_turns_health_red(
     assert (health.is_live, health.is_ready) == (False, False)
     assert "ZeroDivisionError: oh no" in health.reason
     assert "the engine stopped" in caplog.text
+    # Readers come first, records after: the thread has written them when it has ended.
+    rig.service.stop(10.0)
     requests = [record for record in rig.records if isinstance(record, RequestRecord)]
     assert [record.finish_reason for record in requests] == ["error", "error"]
 
