@@ -63,7 +63,8 @@ def hard_refusal(request: RequestView, view: EngineView) -> Admission | None:
     """
     if view.is_draining:
         return refuse(request, DRAINING, "the server is draining and takes no new requests")
-    num_needed = request.num_prompt_tokens + 1
+    # A prompt that is only scored needs no room for an answer.
+    num_needed = request.num_prompt_tokens + min(1, request.max_tokens)
     if num_needed > view.max_model_len:
         return refuse(
             request,

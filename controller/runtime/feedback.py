@@ -23,12 +23,17 @@ class PromiseKeeper:
     """Tells promises of their tokens and verdicts; must be the first listener of a step."""
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
-        """Record degradations and tokens."""
+        """Record degradations and tokens; where no token was asked for, the end is the answer."""
         for admission in report.plan.admissions:
             if admission.is_degraded:
                 promise_of(requests[admission.request_id]).is_degraded = True
         for token in report.tokens:
             promise_of(requests[token.request_id]).record_token(token.at)
+        for request_id in report.finished:
+            request = requests[request_id]
+            if request.max_tokens == 0 and request.finish_reason is FinishReason.LENGTH:
+                assert request.finished_at is not None  # noqa: S101 - it has ended
+                promise_of(request).record_token(request.finished_at)
 
 
 class Learner(Protocol):

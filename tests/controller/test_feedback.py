@@ -8,7 +8,7 @@ import pytest
 
 from controller.policy.lengths import OutputLengths
 from controller.policy.slo import Promise, Slo, SloClass
-from controller.runtime.feedback import Teacher, TelemetryFeed
+from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.metrics import Metrics
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
@@ -202,3 +202,19 @@ def test_the_prompt_of_a_request_without_output_is_counted_too() -> None:
         report(chunk("a", NUM_PROMPT), finished=("a",)), {"a": ended("a", FinishReason.LENGTH)}
     )
     assert value(metrics, "vllm:prompt_tokens_total") == NUM_PROMPT
+
+
+def test_a_scored_prompt_is_judged_by_its_end() -> None:
+    made = ended("r", FinishReason.LENGTH)
+    made.max_tokens = 0
+    promise = Promise(Slo(ttft_s=1.5, tpot_s=0.1), SloClass("default"), 1.0)
+    made.promise = promise
+    PromiseKeeper().on_step(report(chunk("r", 4), finished=("r",)), {"r": made})
+    judged = promise.judge()
+    assert (judged.ttft_s, judged.attained) == (1.0, True)
+    # Cancelled before its end it got nothing.
+    gone = ended("g", FinishReason.CANCELLED)
+    gone.max_tokens = 0
+    gone.promise = Promise(Slo(ttft_s=1.5), SloClass("default"), 1.0)
+    PromiseKeeper().on_step(report(chunk("g", 4), finished=("g",)), {"g": gone})
+    assert gone.promise.judge().attained is False

@@ -45,6 +45,9 @@ def test_what_no_policy_can_serve_is_refused_at_once() -> None:
     assert reason(waiting("a", 64)) == "kv_never_fits"
     assert reason(waiting("a", 100)) == "context_length"
     assert reason(waiting("a", 1), is_draining=True) == "draining"
+    # Without an answer there is no next token that needs room.
+    assert reason(waiting("a", 64, max_tokens=0)) is None
+    assert reason(waiting("a", 65, max_tokens=0)) == "kv_never_fits"
     refusal = hard_refusal(waiting("a", 64), small)
     assert refusal is not None
     assert refusal.retry_after_s is None
