@@ -1,7 +1,7 @@
 """A transformers model with our attention plugged in, or a clear refusal.
 
-Owns loading, the check that the architecture can be served exactly, and the forward call. The model
-code is transformers' own.
+Owns the forward call and the probe, which finds what no configuration tells: that every layer
+attends through us, and what it asks for. The model code is transformers' own.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class _Probe:
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
     num_calls: int = 0
+    vocab_size: int = 0
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -71,12 +72,8 @@ class DecoderModel:
         # That of the keys: weights may be stored as anything (quantised blocks, float32 routers).
         self.dtype = probe.dtypes.pop()
         self.eos_token_ids = _eos_token_ids(model)
-        head = model.get_output_embeddings()
-        self.vocab_size: int = (
-            int(head.weight.shape[0])
-            if head is not None
-            else model.config.get_text_config().vocab_size
-        )
+        # That of the logits: a quantised head is stored in some other shape.
+        self.vocab_size = probe.vocab_size
 
     @property
     def module(self) -> torch.nn.Module:
@@ -132,6 +129,7 @@ class DecoderModel:
                 f"{self.name}: {type(self._model).__name__} routed {probe.num_calls} of {expected}"
                 " layers through the attention interface; it cannot be served exactly"
             )
+        probe.vocab_size = logits.shape[1]
         if len(probe.dtypes) > 1:
             raise ModelLoadError(f"{self.name}: {kind} mixes dtypes in its keys; cannot be served")
         return probe
