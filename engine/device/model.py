@@ -6,6 +6,7 @@ attends through us, and what it asks for. The model code is transformers' own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,10 +130,29 @@ class DecoderModel:
                 f"{self.name}: {type(self._model).__name__} routed {probe.num_calls} of {expected}"
                 " layers through the attention interface; it cannot be served exactly"
             )
+        if unseen := _windows_unseen(self._model.config.get_text_config(), probe.layers):
+            raise ModelLoadError(
+                f"{self.name}: {kind} bounds what layer {unseen[0]} sees in its mask alone, which"
+                " is not built here; it cannot be served exactly"
+            )
         probe.vocab_size = logits.shape[1]
         if len(probe.dtypes) > 1:
             raise ModelLoadError(f"{self.name}: {kind} mixes dtypes in its keys; cannot be served")
         return probe
+
+
+def _windows_unseen(text: Any, layers: Mapping[int, LayerGeometry]) -> list[int]:
+    """Return the layers whose sliding window the configuration tells, but attention was not."""
+    if getattr(text, "sliding_window", None) is None or not getattr(
+        text, "use_sliding_window", True
+    ):
+        return []
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(layers)
+    return [
+        index
+        for index, layer in layers.items()
+        if kinds[index] == "sliding_attention" and layer.sliding_window is None
+    ]
 
 
 def load_model(source: str, dtype: str, device: str) -> DecoderModel:

@@ -71,6 +71,12 @@ def test_by_configuration_alone(
             "GptOssAttention attends with s_aux",
         ),
         ("bert", {}, "attends in both directions"),
+        # Its attention is not told of the window, which only the mask knows.
+        (
+            "moshi",
+            {"sliding_window": 11, "ffn_dim": 48, "head_dim": 8},
+            "bounds what layer 0 sees in its mask alone",
+        ),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     ],
 )
