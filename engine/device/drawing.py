@@ -198,9 +198,7 @@ def _invert(
     if last is None:
         last = torch.full_like(uniform, cumulative.shape[-1] - 1, dtype=torch.int64)
     total = cumulative.gather(-1, last)
-    # Rounded up to the total, a uniform just below 1 would fall on a token of probability 0.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform * total, below)
-    index = torch.searchsorted(cumulative, target, right=True)
-    # Rows that are not finite find nothing.
+    # A uniform is at most 1 - 2⁻⁵³, so the product stays below the total: the token that is found
+    # has a weight. Rows that are not finite find nothing.
+    index = torch.searchsorted(cumulative, uniform * total, right=True)
     return torch.minimum(index, last)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.device.drawing import best_tokens
 from engine.device.sampler import NOT_FINITE, Sampler
 from engine.request import Request, SamplingParams
 
@@ -40,6 +41,22 @@ def draws(logits: torch.Tensor, count: int = 300, **sampling: Any) -> set[int]:
 def test_greedy_takes_the_best() -> None:
     (token,) = Sampler().sample(flat_with({17: 3.0, 4: 2.0}), [make()])
     assert (token.token_id, token.logprob, token.failure) == (17, None, None)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 192, 1024, 512 * 6, 96 * 7])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_the_best_is_found_by_blocks_as_by_one(vocab_size: int, is_strided: bool) -> None:
+    torch.manual_seed(vocab_size)
+    # Few different values: many ties, of which the first counts.
+    logits = torch.randint(0, 12, (40, vocab_size)).float()
+    logits[3, vocab_size // 2] = math.nan
+    logits[5, vocab_size // 3] = math.inf
+    logits[7] = -math.inf
+    if is_strided:
+        logits = logits.t().contiguous().t()
+    token_ids, peaks = best_tokens(logits)
+    assert torch.equal(token_ids, logits.argmax(dim=-1))
+    assert torch.equal(peaks.nan_to_num(99), logits.amax(dim=-1).nan_to_num(99))
 
 
 def test_top_k_keeps_exactly_k() -> None:

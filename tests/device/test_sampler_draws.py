@@ -151,13 +151,14 @@ def probabilities(logits: Any, params: SamplingParams) -> Any:
     return result
 
 
-@pytest.mark.parametrize("head", [4, 1024])
+@pytest.mark.parametrize(("head", "wider"), [(4, 2), (1024, 16)])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_frequencies_follow_the_distribution(
-    filters: dict[str, Any], head: int, monkeypatch: pytest.MonkeyPatch
+    filters: dict[str, Any], head: int, wider: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A head of 4 makes most of these filters reach beyond it.
+    # Most of these filters reach beyond a head of 4, some beyond 8.
     monkeypatch.setattr(drawing, "HEAD", head)
+    monkeypatch.setattr(drawing, "_WIDER", wider)
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)) * 1.5
     count = 4000
     requests = [make(f"r{seed}", seed=seed, **filters) for seed in range(count)]
@@ -177,11 +178,12 @@ def test_frequencies_follow_the_distribution(
     assert stats.chisquare(observed, wanted).pvalue > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("head", [16, 1024])
+@pytest.mark.parametrize(("head", "wider"), [(16, 4), (1024, 16)])
 def test_a_row_draws_the_same_alone_and_in_every_batch(
-    head: int, monkeypatch: pytest.MonkeyPatch
+    head: int, wider: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drawing, "HEAD", head)
+    monkeypatch.setattr(drawing, "_WIDER", wider)
     mixed = [*FILTERS, {"temperature": 0.0}, {"top_k": 2000}, {"temperature": 1e-300}]
     torch.manual_seed(0)
     logits = torch.randn(len(mixed), VOCAB_SIZE)

@@ -185,6 +185,7 @@ def compare(
     generator = torch.Generator().manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "HEAD", head)
+        patch.setattr(drawing, "_WIDER", 2)
         for _ in range(num_steps):
             logits = torch.randn(len(batch), VOCAB_SIZE, generator=generator, dtype=torch.float64)
             logits *= 2

@@ -66,6 +66,23 @@ def test_blocks_return_to_other_blocks(
         assert torch.equal(pages[others], spoilt[others])
 
 
+def test_neighbours_in_host_memory_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    original = kv_cache._runs
+
+    def watching(host_blocks: Any) -> Any:
+        found = list(original(host_blocks))
+        runs.append(len(found))
+        return found
+
+    monkeypatch.setattr(kv_cache, "_runs", watching)
+    cache = make_cache()
+    cache.copy_out([9, 1, 6, 2], [5, 3, 6, 4])
+    cache.copy_in([6, 5, 4, 3], [0, 3, 7, 8])
+    cache.copy_out([4, 5, 6], [8, 2, 1])
+    assert runs == [1, 1, 2]
+
+
 def test_host_blocks_keep_apart() -> None:
     cache = make_cache()
     before = snapshot(cache)
