@@ -234,10 +234,10 @@ class EngineLoop:
             request = self._requests[work.request_id]
             request.num_computed_tokens += work.num_tokens
             self._memory.commit(request)
-            if request.max_tokens == 0 and request.num_remaining_tokens == 0:
-                self._finish(request, FinishReason.LENGTH, at)
-        tokens = (self._emit(result, at) for result in execution.tokens)
-        return tuple(token for token in tokens if token is not None), scores
+        tokens = tuple(
+            token for result in execution.tokens if (token := self._emit(result, at)) is not None
+        )
+        return tokens, scores
 
     def _fresh(self, scores: PromptScores) -> PromptScores | None:
         """Return the scores that the client has not got: a recomputed prompt is scored again."""
@@ -250,13 +250,14 @@ class EngineLoop:
         return PromptScores(scores.request_id, first, tokens)
 
     def _emit(self, result: SampledToken, at: float) -> EmittedToken | None:
-        request = self._requests.get(result.request_id)
-        if request is None:
-            # It wanted no token, only its prompt scored.
-            return None
+        request = self._requests[result.request_id]
         if result.failure is not None:
             self._finish(request, FinishReason.ERROR, at, result.failure)
             self._memory.forget_prefixes()
+            return None
+        if request.max_tokens == 0:
+            # Only its prompt was wanted, and that is computed now.
+            self._finish(request, FinishReason.LENGTH, at)
             return None
         index = request.num_output_tokens
         request.output_token_ids.append(result.token_id)

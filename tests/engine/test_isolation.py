@@ -115,6 +115,16 @@ def test_a_lost_device_is_fatal() -> None:
     assert engine.pool.num_used == 0
 
 
+def test_a_spoilt_prompt_that_is_only_scored_fails_too() -> None:
+    engine = make_engine()
+    engine.runner.is_spoilt = lambda request_id: True
+    request = make_request("r", range(9), 0, num_prompt_logprobs=0)
+    engine.loop.submit(request)
+    engine.run()
+    assert (request.finish_reason, request.failure) == (FinishReason.ERROR, "not finite")
+    engine.assert_idle()
+
+
 def test_a_spoilt_row_leaves_nothing_for_others_to_begin_with() -> None:
     engine = make_engine()
     prompt = range(20)
