@@ -1,13 +1,17 @@
 """`StaticPlanner`: a fixed token budget at the same hole, the baseline that the control law is
 measured against.
 
-Owns first-come-first-served (or deadline order) with a fixed budget, or none at all. Must not
-predict anything: it knows no cost model.
+Owns what all baselines do alike (decodes first, then prompts in order as far as tokens, seats and
+blocks go) and first-come-first-served or deadline order with a fixed budget, or none at all. Must
+not predict anything: it knows no cost model.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from controller.policy.admission import ADMITTED, QUEUED, screen
 from controller.policy.capacity import make_room, split_running
@@ -26,51 +30,66 @@ from engine.step import (
 )
 
 
-class StaticPlanner:
-    """Decodes first, then prompts in order up to `token_budget` tokens per step, decodes included.
+class PromptBudget(NamedTuple):
+    """What a baseline decides about a step's prompts.
 
-    `token_budget` None computes whole prompts: no prompt is ever split, as servers did before
-    chunked prefill. `is_edf` serves prompts by first-token deadline instead of arrival. Admission
-    refuses only what can never be served, or finds the queue full. When blocks run out the latest
-    arrival gives way. ValueError names the argument.
+    `order` is the serving order, `num_tokens` how many prompt tokens may be computed; `lower` and
+    `upper` are N⁻ and N⁺ where the baseline knows them.
     """
 
-    def __init__(self, token_budget: int | None, *, is_edf: bool = False) -> None:
+    order: Sequence[RequestView]
+    num_tokens: int
+    lower: int | None = None
+    upper: int | None = None
+
+
+class BaselinePlanner(ABC):
+    """Decodes first, then prompts in an order and up to a number of tokens that a subclass chooses
+    (`_choose`).
+
+    Admission refuses only what can never be served, or finds the queue full. When blocks run out
+    the latest arrival gives way. `token_budget` caps the step, decodes included; `is_whole` splits
+    no prompt. ValueError names the argument.
+    """
+
+    def __init__(self, name: str, token_budget: int | None, *, is_whole: bool = False) -> None:
         if token_budget is not None and token_budget < 1:
             raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+        self._name = name
         self._token_budget = token_budget
-        self._order_key = _deadline_key if is_edf else _arrival_key
-        self._name = ("edf" if is_edf else "fcfs") + (
-            "-whole" if token_budget is None else "-static"
-        )
+        self._is_whole = is_whole
 
     def plan(self, view: EngineView) -> StepPlan:
         """Return the next step."""
         ledger = BlockLedger.of(view)
         decodes, prefills = split_running(view.running)
         victims = make_room(decodes, prefills, ledger, _latest_first)
-        gone = {request.request_id for request in victims}
+        if victims:
+            gone = {request.request_id for request in victims}
+            decodes = [request for request in decodes if request.request_id not in gone]
+            prefills = [request for request in prefills if request.request_id not in gone]
         work = [
             StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
             for request in decodes
-            if request.request_id not in gone
         ]
-        prefills = [request for request in prefills if request.request_id not in gone]
-        num_decodes = len(work)
         waiting, admissions = screen(view, len(view.waiting) + 1, None)
         budget = view.max_num_batched_tokens
         if self._token_budget is not None:
             budget = min(budget, self._token_budget)
-        room = max(0, budget - num_decodes)
-        seats = min(view.max_num_seqs, budget) - num_decodes - len(prefills)
-        work.extend(self._chunks(prefills, view, waiting, ledger, room, seats))
+        room = max(0, budget - len(decodes))
+        seats = min(view.max_num_seqs, budget) - len(decodes) - len(prefills)
+        choice = PromptBudget((), 0)
+        if prefills or view.preempted or waiting:
+            choice = self._choose(view, decodes, prefills, waiting, room)
+            room = min(room, choice.num_tokens)
+            work.extend(self._chunks(choice.order, ledger, room, seats))
         started = {item.request_id for item in work}
         for request in waiting:
             if request.request_id in started:
                 admissions.append(_admit(request, AdmissionAction.ADMIT, ADMITTED))
             elif request.admission is None:
                 admissions.append(_admit(request, AdmissionAction.WAIT, QUEUED))
-        num_prefill = sum(item.num_tokens for item in work) - num_decodes
+        num_prefill = sum(item.num_tokens for item in work) - len(decodes)
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
@@ -78,41 +97,50 @@ class StaticPlanner:
             decision=StepDecision(
                 policy=self._name,
                 token_budget=budget,
-                lower_bound_tokens=num_prefill,
-                upper_bound_tokens=room,
+                lower_bound_tokens=num_prefill if choice.lower is None else choice.lower,
+                upper_bound_tokens=room if choice.upper is None else choice.upper,
                 binding_constraint="token_budget" if num_prefill == room > 0 else "idle",
             ),
         )
 
-    def _chunks(
+    @abstractmethod
+    def _choose(
         self,
-        prefills: list[RequestView],
         view: EngineView,
-        waiting: list[RequestView],
-        ledger: BlockLedger,
+        decodes: Sequence[RequestView],
+        prefills: Sequence[RequestView],
+        waiting: Sequence[RequestView],
         room: int,
-        seats: int,
+    ) -> PromptBudget:
+        """Order the prompts and say how many of at most `room` tokens may be computed."""
+        ...
+
+    def _chunks(
+        self, order: Sequence[RequestView], ledger: BlockLedger, room: int, seats: int
     ) -> list[StepWork]:
-        """Fill `room` tokens in order: started prompts, then preempted ones, then new ones, as
-        seats and blocks allow.
+        """Fill `room` tokens in order, as seats and blocks allow.
+
+        Whoever finds no room lets nobody new in before it.
         """
         work: list[StepWork] = []
-        is_whole = self._token_budget is None
-        newcomers = sorted(waiting, key=self._order_key)
-        for request in (*sorted(prefills, key=self._order_key), *view.preempted, *newcomers):
-            is_new = request.phase is not RequestPhase.RUNNING
-            if room < 1 or (is_new and seats < 1):
+        is_closed = False
+        for request in order:
+            if room < 1:
                 break
+            is_new = request.phase is not RequestPhase.RUNNING
+            if is_new and (is_closed or seats < 1):
+                continue
             num_tokens = min(request.num_remaining_tokens, room)
-            if is_new or is_whole:
+            if is_new or self._is_whole:
                 # A prompt comes in when all of it fits: half a prompt without blocks for the rest
                 # would sit on memory that decodes need.
                 fits = ledger.needed(request, request.num_remaining_tokens) <= ledger.num_free
                 # A prompt above the engine's own bound cannot be whole; alone in the step it is
                 # cut.
-                is_cut = is_whole and num_tokens < request.num_remaining_tokens and bool(work)
+                is_cut = self._is_whole and num_tokens < request.num_remaining_tokens and bool(work)
                 if not fits or is_cut:
-                    break
+                    is_closed = True
+                    continue
             num_tokens = min(num_tokens, ledger.most_tokens(request))
             if num_tokens < 1:
                 continue
@@ -127,6 +155,32 @@ class StaticPlanner:
         return work
 
 
+class StaticPlanner(BaselinePlanner):
+    """Prompts in order up to `token_budget` tokens per step, decodes included.
+
+    `token_budget` None computes whole prompts: no prompt is ever split, as servers did before
+    chunked prefill. `is_edf` serves prompts by first-token deadline instead of arrival. Started
+    prompts go on before preempted ones, and those before new ones. ValueError names the argument.
+    """
+
+    def __init__(self, token_budget: int | None, *, is_edf: bool = False) -> None:
+        name = ("edf" if is_edf else "fcfs") + ("-whole" if token_budget is None else "-static")
+        super().__init__(name, token_budget, is_whole=token_budget is None)
+        self._order_key = deadline_key if is_edf else _arrival_key
+
+    def _choose(
+        self,
+        view: EngineView,
+        decodes: Sequence[RequestView],
+        prefills: Sequence[RequestView],
+        waiting: Sequence[RequestView],
+        room: int,
+    ) -> PromptBudget:
+        key = self._order_key
+        order = (*sorted(prefills, key=key), *view.preempted, *sorted(waiting, key=key))
+        return PromptBudget(order, room)
+
+
 def WholePromptPlanner() -> StaticPlanner:  # noqa: N802
     """Return the planner that never splits a prompt (the "whole prompt" row of the spike)."""
     return StaticPlanner(None)
@@ -136,7 +190,8 @@ def _arrival_key(request: RequestView) -> tuple[float, ...]:
     return (request.arrived_at,)
 
 
-def _deadline_key(request: RequestView) -> tuple[float, ...]:
+def deadline_key(request: RequestView) -> tuple[float, ...]:
+    """Sort by first-token deadline; who has none comes last, ties by arrival."""
     promise = live_promise(request)
     deadline_at = math.inf if promise is None else promise.first_deadline_at
     return (deadline_at, request.arrived_at)

@@ -106,6 +106,9 @@ def latency_curve(
         chunks = spread(num_tokens, load)
         features[:, 3] = chunks @ load.past
         features[:, 4] = np.einsum("cn,cn->c", chunks, chunks)
+        features[:, 5] = np.count_nonzero(chunks, axis=1)
+        # A prompt whose last piece is computed goes through the model's head.
+        features[:, 6] = np.count_nonzero(chunks >= load.amounts, axis=1)
     mean_s, upper_s = cost_model.predict(features)
     mean_s = np.maximum.accumulate(made_safe(mean_s))
     return LatencyCurve(

@@ -89,6 +89,8 @@ def judge_queue(
     num_expected = [lengths.expected(class_name(request)) for request in wanting]
     queue = PrefillQueue.of(wanting, config, pacing.gap_limit_s, num_expected, pacing.decode_s)
     queue = queue.take(queue.order(np.zeros(len(queue), dtype=np.bool_)))
+    if not pacing.holds_periods:
+        queue.period_s[:] = math.inf
     head = PrefillLoad(queue.remaining, queue.past).head(room)
     curve = latency_curve(cost_model, decodes, head, candidate_tokens(room))
     # Where the decodes leave no room at all, prompts still get one block per turn.

@@ -21,7 +21,7 @@ from costmodel.base import CostModel
 from engine.ports import RequestView
 
 NO_PREFILL = PrefillLoad(np.empty(0), np.empty(0))
-_ZERO = np.zeros(1)
+ZERO_TOKENS = np.zeros(1)
 # Share of a decode-only step below which a target is given up; above it a prediction may be wrong.
 _HOPELESS = 0.8
 
@@ -33,7 +33,8 @@ class Pacing(NamedTuple):
     that for its upper bound, `period_s` the shortest period among the
     streams (both the gap limit without decodes). `decode_s` is the mean of a step without prefill.
     `tightest_id` and `slack_s` name the tightest stream that has a target; `is_gap_limited` says
-    that a gap limit, not a target, set `limit_s`.
+    that a gap limit, not a target, set `limit_s`. `holds_periods` is False for a planner that lets
+    nobody's pace bound its steps.
     """
 
     limit_s: float
@@ -44,6 +45,7 @@ class Pacing(NamedTuple):
     tightest_id: str | None
     slack_s: float | None
     is_gap_limited: bool
+    holds_periods: bool = True
 
     @property
     def upper_share(self) -> float:
@@ -67,7 +69,7 @@ def pace_decodes(
     step itself comes near the gap limit the limit is twice that step, so that prompts can progress
     at all.
     """
-    decode_s = float(latency_curve(cost_model, load, NO_PREFILL, _ZERO).mean_s[0])
+    decode_s = float(latency_curve(cost_model, load, NO_PREFILL, ZERO_TOKENS).mean_s[0])
     gap_limit_s = max(config.gap_limit_s, 2.0 * decode_s)
     # The gap limit is paced like a target: the upper bound may reach it, the mean may not.
     pace, bank, upper_pace = config.pace, config.bank, config.upper_pace

@@ -7,7 +7,7 @@ step or change what it sees: the same view gives the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +38,12 @@ from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
 from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
-__all__ = ["PolicyConfig", "SloPlanner"]
+__all__ = ["Budget", "PolicyConfig", "Seated", "SloPlanner"]
 
-POLICY_NAME = "slo"
 _SEAT_RANK = {RequestPhase.RUNNING: 0, RequestPhase.PREEMPTED: 1, RequestPhase.WAITING: 2}
 
 
-class _Seated(NamedTuple):
+class Seated(NamedTuple):
     """Who may compute prompt tokens in this step, in serving order, and how many at most.
 
     `is_turn` says that the first one has its turn by age; `is_head` that the step is served from
@@ -60,7 +59,7 @@ class _Seated(NamedTuple):
     is_outpaced: bool
 
 
-class _Budget(NamedTuple):
+class Budget(NamedTuple):
     """The chosen prompt tokens N between N⁻ and N⁺, and the constraint that set it."""
 
     num_tokens: int
@@ -77,6 +76,8 @@ class SloPlanner:
     record; by default the cost model's own quality report answers. `swap_block_s` is what moving
     one KV block to host memory, or back, takes in seconds; None never swaps.
     """
+
+    policy_name = "slo"
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class SloPlanner:
             decodes = [request for request in decodes if request.request_id not in gone]
             prefills = [request for request in prefills if request.request_id not in gone]
         load = DecodeLoad(len(decodes), sum(r.num_computed_tokens for r in decodes) + len(decodes))
-        pacing = pace_decodes(view.now, decodes, load, config, self._cost_model, self._lengths)
+        pacing = self._pace(view.now, decodes, load)
         work = [
             StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
             for request in decodes
@@ -115,7 +116,7 @@ class SloPlanner:
         )
         wanting = [*prefills, *view.preempted, *waiting]
         chunks = NO_PREFILL
-        budget = _Budget(0, 0, 0, "idle")
+        budget = Budget(0, 0, 0, "idle")
         if wanting:
             most_tokens = self._most_tokens(view)
             room = max(0, most_tokens - len(decodes))
@@ -140,6 +141,10 @@ class SloPlanner:
             preemptions=choose_methods(view, victims, self._drain_s, self._swap_block_s),
             decision=self._decision(load, chunks, pacing, budget),
         )
+
+    def _pace(self, now: float, decodes: Sequence[RequestView], load: DecodeLoad) -> Pacing:
+        """Return until when the step may last."""
+        return pace_decodes(now, decodes, load, self._config, self._cost_model, self._lengths)
 
     def _drain_s(self, num_tokens: int) -> float:
         """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""
@@ -190,7 +195,7 @@ class SloPlanner:
         ledger: BlockLedger,
         intake: Intake,
         room: int,
-    ) -> _Seated:
+    ) -> Seated:
         """Reserve seats and blocks: for running prefills first, then preempted ones, then new ones.
 
         Each group in serving order; a preempted request that cannot resume lets nobody new in
@@ -225,7 +230,7 @@ class SloPlanner:
         index = index[amounts[index] > 0.0]
         reach = int(np.searchsorted(np.cumsum(amounts[index]), room)) + 1
         is_head = bool((index[:reach] == np.arange(min(reach, index.size))).all())
-        return _Seated(
+        return Seated(
             requests=[queue.requests[i] for i in index],
             load=PrefillLoad(amounts[index], queue.past[index]),
             is_turn=is_turn and index.size > 0 and index[0] == due,
@@ -239,19 +244,19 @@ class SloPlanner:
         self,
         view: EngineView,
         judged: Judged,
-        seated: _Seated,
+        seated: Seated,
         decodes: DecodeLoad,
         pacing: Pacing,
         room: int,
-    ) -> _Budget:
+    ) -> Budget:
         """Choose N between N⁻ and N⁺ over the seated work, and name what bound it."""
         config, lower = self._config, judged.lower_tokens
         most = min(room, seated.load.num_tokens)
         if most == 0:
             if room > 0 and seated.is_short_of_blocks:
-                return _Budget(0, lower, 0, "kv_blocks")
+                return Budget(0, lower, 0, "kv_blocks")
             is_outpaced = room > 0 and seated.is_outpaced
-            return _Budget(0, lower, 0, "decode_slack" if is_outpaced else "token_budget")
+            return Budget(0, lower, 0, "decode_slack" if is_outpaced else "token_budget")
         head = seated.load.head(room)
         curve = judged.curve
         if not (judged.is_curve_exact and seated.is_head):
@@ -264,11 +269,9 @@ class SloPlanner:
             # Nothing fits. Without streams to protect a block is computed all the same; with
             # streams only who is due by age gets one, in its turn.
             if decodes.num_requests > 0 and not seated.is_turn:
-                return _Budget(
-                    0, lower, 0, "gap_limit" if pacing.is_gap_limited else "decode_slack"
-                )
+                return Budget(0, lower, 0, "gap_limit" if pacing.is_gap_limited else "decode_slack")
             quota = min(most, view.block_size, int(head.amounts[0]))
-            return _Budget(quota, lower, 0, "min_quota")
+            return Budget(quota, lower, 0, "min_quota")
         backlog = int(judged.queue.remaining.sum())
         knee = knee_tokens(curve, config.knee_share)
         wanted = choose_tokens(lower, upper, knee, backlog, config.drain_steps)
@@ -277,7 +280,7 @@ class SloPlanner:
         )
         explored = explored_tokens(view.step_no, config.exploration, lower, upper)
         if explored is not None:
-            return _Budget(explored, lower, upper, "explore")
+            return Budget(explored, lower, upper, "explore")
         if max(wanted, num_tokens) < upper:
             binding = "ttft_demand" if wanted == lower else "idle"
         elif upper == room:
@@ -286,10 +289,10 @@ class SloPlanner:
             binding = "kv_blocks" if seated.is_short_of_blocks else "idle"
         else:
             binding = "gap_limit" if pacing.is_gap_limited else "decode_slack"
-        return _Budget(num_tokens, lower, upper, binding)
+        return Budget(num_tokens, lower, upper, binding)
 
     def _decision(
-        self, decodes: DecodeLoad, chunks: PrefillLoad, pacing: Pacing, budget: _Budget
+        self, decodes: DecodeLoad, chunks: PrefillLoad, pacing: Pacing, budget: Budget
     ) -> StepDecision:
         mean_s = upper_s = None
         if decodes.num_requests + budget.num_tokens > 0:
@@ -297,7 +300,7 @@ class SloPlanner:
             estimate = latency_curve(self._cost_model, decodes, chunks, total)
             mean_s, upper_s = float(estimate.mean_s[0]), float(estimate.upper_s[0])
         return StepDecision(
-            policy=POLICY_NAME,
+            policy=self.policy_name,
             token_budget=decodes.num_requests + budget.num_tokens,
             lower_bound_tokens=budget.lower,
             upper_bound_tokens=budget.upper,

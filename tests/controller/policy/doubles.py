@@ -11,7 +11,7 @@ import numpy as np
 
 from controller.policy.slo import OnInfeasible, Promise, Slo, SloClass
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
-from costmodel.features import FloatArray, StepFeatures
+from costmodel.features import NUM_FEATURES, FloatArray, StepFeatures
 from engine.blocks import BlockPool
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
@@ -39,7 +39,9 @@ class LinearCostModel:
         floor_s: float = CPU_FLOOR_S,
         margin: float = 0.05,
     ) -> None:
-        self._weights = np.array(weights)
+        # A basis may have grown: what is not weighed costs nothing.
+        self._weights = np.zeros(NUM_FEATURES)
+        self._weights[: len(weights)] = weights
         self._floor_s = floor_s
         self._margin = margin
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.policy.baselines import StaticPlanner, WholePromptPlanner
+from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
+from controller.policy.policies import make_planner
 from controller.policy.slo import OnInfeasible, Slo, SloClass
 from engine.config import EngineConfig
-from engine.ports import EngineView, Planner
+from engine.ports import EngineView
 from engine.request import Request, RequestPhase
 from tests.controller.policy.checking import CheckedPlanner, check_plan
 from tests.controller.policy.doubles import (
@@ -153,12 +154,25 @@ def test_every_plan_of_the_slo_planner_is_sound(
             assert number is None or math.isfinite(number)
 
 
-@PROPERTY
-@given(view=views(), budget=st.sampled_from([None, 1, 16, 100]), is_edf=st.booleans())
+BASELINES = (
+    "whole",
+    "fcfs-1",
+    "fcfs-100",
+    "edf-16",
+    "edf-shed-16",
+    "slack-greedy",
+    "smallest-feasible",
+)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@settings(PROPERTY, max_examples=25)
+@given(view=views(), model=models)
 def test_every_plan_of_a_baseline_is_sound(
-    view: EngineView, budget: int | None, is_edf: bool
+    name: str, view: EngineView, model: LinearCostModel
 ) -> None:
-    CheckedPlanner(StaticPlanner(budget, is_edf=is_edf), budget).plan(view)
+    token_budget = int(name.rpartition("-")[2]) if name[-1].isdigit() else None
+    CheckedPlanner(make_planner(name, model, OutputLengths()), token_budget).plan(view)
 
 
 @PROPERTY
@@ -210,25 +224,23 @@ arrivals = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["slo", "static", "edf", "whole"])
+@pytest.mark.parametrize(
+    "name",
+    ["slo", "fcfs-32", "edf-32", "edf-shed-32", "whole", "slack-greedy", "smallest-feasible"],
+)
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(arrivals=arrivals, num_blocks=st.integers(3, 30), noise=st.floats(0.5, 2.0), config=configs)
 def test_everybody_ends_in_a_small_pool(
-    kind: str,
+    name: str,
     arrivals: list[tuple[float, int, int, Slo | None, SloClass]],
     num_blocks: int,
     noise: float,
     config: PolicyConfig,
 ) -> None:
     model = LinearCostModel()
-    planners: dict[str, Planner] = {
-        "slo": SloPlanner(config, model, OutputLengths(default=16)),
-        "static": StaticPlanner(32),
-        "edf": StaticPlanner(32, is_edf=True),
-        "whole": WholePromptPlanner(),
-    }
+    planner = make_planner(name, model, OutputLengths(default=16), config)
     engine = EngineConfig(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=64)
-    sim = Simulation(CheckedPlanner(planners[kind]), model, engine, noise=(1.0, noise))
+    sim = Simulation(CheckedPlanner(planner), model, engine, noise=(1.0, noise))
     requests = [
         waiting(f"r{i}", num_prompt, at=at, slo=slo, of=of, max_tokens=max_tokens)
         for i, (at, num_prompt, max_tokens, slo, of) in enumerate(arrivals)
