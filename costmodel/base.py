@@ -27,7 +27,8 @@ class MarginalCosts:
     """What one more unit of work costs, in seconds, and where throughput flattens.
 
     `knee_tokens` is the prefill budget beyond which tokens per second grow little (work has reached
-    90 % of the asymptotic rate). `floor_s` is the cost of an almost empty step.
+    90 % of the asymptotic rate). `floor_s` is the cost of an almost empty step. `extra_chunk_s` is
+    what one more prompt in the step costs beside its tokens, `prompt_logit_s` a prompt that ends.
     """
 
     prefill_token_s: float
@@ -35,6 +36,8 @@ class MarginalCosts:
     decode_context_token_s: float
     floor_s: float
     knee_tokens: int
+    extra_chunk_s: float = 0.0
+    prompt_logit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

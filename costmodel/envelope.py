@@ -80,14 +80,22 @@ class Envelope:
         self, features: StepFeatures, margins: Mapping[Regime, float]
     ) -> StepPrediction:
         """Return what `estimate` says of one step, without the cost of an array."""
-        prefill, decodes, context, past, squared = features
+        prefill, decodes, context, past, squared, chunks, logits = features
         jump = 1.0 if prefill > 0.0 else 0.0
+        extra = chunks - 1.0 if chunks > 1.0 else 0.0
         wholes = []
         decode_s = prefill_s = 0.0
-        for base, jumps, per_prefill, per_decode, per_context, per_past, per_square in self._planes:
+        for plane in self._planes:
+            base, jumps, per_prefill, per_decode, per_context, *per_prompt = plane
+            per_past, per_square, per_chunk, per_logit = per_prompt
             decode_part = decodes * per_decode + context * per_context
             prefill_part = (
-                jump * jumps + prefill * per_prefill + past * per_past + squared * per_square
+                jump * jumps
+                + prefill * per_prefill
+                + past * per_past
+                + squared * per_square
+                + extra * per_chunk
+                + logits * per_logit
             )
             wholes.append(base + decode_part + prefill_part)
             decode_s = max(decode_s, base + decode_part)
@@ -110,6 +118,8 @@ class Envelope:
             decode_context_token_s=busy[4],
             floor_s=floor_s,
             knee_tokens=self._knee_tokens(),
+            extra_chunk_s=busy[7],
+            prompt_logit_s=busy[8],
         )
 
     def _knee_tokens(self) -> int:

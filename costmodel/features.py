@@ -1,7 +1,8 @@
 """`StepFeatures`: the small fixed vector that every learner sees, taken from a step's work.
 
 Basis (control.md section 2): prefill tokens, decode requests, Σ decode context, Σ chunk·past, Σ
-chunk². Never a total together with its parts.
+chunk²; and what prompts cost beside their tokens: how many chunks, and how many of their positions
+go through the model's head. Never a total together with its parts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ FEATURE_NAMES = (
     "decode_context_tokens",
     "chunk_past_tokens",
     "chunk_squared_tokens",
+    "num_chunks",
+    "num_prompt_logits",
 )
 NUM_FEATURES = len(FEATURE_NAMES)
 
@@ -40,6 +43,9 @@ class StepFeatures(NamedTuple):
 
     `decode_context_tokens` is Σ over decodes of the KV length read (new token included);
     `chunk_past_tokens` is Σ over chunks of chunk·past; `chunk_squared_tokens` is Σ chunk².
+    `num_chunks` counts prompts that share the prefill tokens (0 with prefill tokens means one);
+    `num_prompt_logits` counts prompt positions whose logits are computed: the last one of each
+    prompt that ends in this step, and those that are scored.
     """
 
     num_prefill_tokens: float = 0.0
@@ -47,11 +53,13 @@ class StepFeatures(NamedTuple):
     decode_context_tokens: float = 0.0
     chunk_past_tokens: float = 0.0
     chunk_squared_tokens: float = 0.0
+    num_chunks: float = 0.0
+    num_prompt_logits: float = 0.0
 
     @classmethod
-    def of(cls, work: Iterable[StepWork]) -> StepFeatures:
-        """Sum the features of a step's work."""
-        prefill = decodes = context = past = squared = 0
+    def of(cls, work: Iterable[StepWork], num_prompt_logits: int = 0) -> StepFeatures:
+        """Sum the features of a step's work; the work does not tell which prompts end in it."""
+        prefill = decodes = context = past = squared = chunks = 0
         for item in work:
             if item.kind is WorkKind.DECODE:
                 decodes += 1
@@ -60,7 +68,16 @@ class StepFeatures(NamedTuple):
                 prefill += item.num_tokens
                 past += item.num_tokens * item.num_computed_tokens
                 squared += item.num_tokens * item.num_tokens
-        return cls(float(prefill), float(decodes), float(context), float(past), float(squared))
+                chunks += 1
+        return cls(
+            float(prefill),
+            float(decodes),
+            float(context),
+            float(past),
+            float(squared),
+            float(chunks),
+            float(num_prompt_logits),
+        )
 
     @property
     def regime(self) -> Regime:

@@ -25,7 +25,7 @@ MIN_INTERCEPT_S = 1e-6
 # without end.
 MAX_COEFFICIENT_S = 1e4
 # Forget 2 % of the information along the direction of each new sample. Because only that direction
-# is forgotten, the memory is about NUM_BASIS / 0.02 = 350 samples.
+# is forgotten, the memory is about NUM_BASIS / 0.02 = 450 samples.
 FORGETTING = 0.02
 # A young plane forgets faster, so that the memory is about half of what it has seen: its first
 # samples were shared out between the planes by a guess.

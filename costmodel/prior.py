@@ -22,43 +22,58 @@ from costmodel.recursive import RecursiveLeastSquares
 # Seconds per scaled unit (order of `basis.BASIS_NAMES`) when nothing is known: a step of 20 ms, 0.2
 # ms per token. Wrong on any real device, but every kind of work costs something, so a planner is
 # cautious until the first steps set the scale.
-_FLAT_FLOOR: Final = (0.02, 0.0, 0.0, 0.0016, 0.0004, 0.0, 0.0)
-_FLAT_WORK: Final = (0.018, 0.0, 0.0512, 0.0016, 0.0004, 0.0026, 0.0013)
+_FLAT_FLOOR: Final = (0.02, 0.0, 0.0, 0.0016, 0.0004, 0.0, 0.0, 0.0, 0.0)
+_FLAT_WORK: Final = (0.018, 0.0, 0.0512, 0.0016, 0.0004, 0.0026, 0.0013, 0.0016, 0.0016)
 _FLAT: Final = (_FLAT_FLOOR, _FLAT_WORK, _FLAT_WORK)
 _MAX_ROUNDS: Final = 8
 _LEAST_MARGIN: Final = 0.1
+# Prompts of the sweep's step that holds several.
+_CHUNKS: Final = 8
 
 
 class SweepShape(NamedTuple):
-    """One step of a warm-up: a chunk after `num_past_tokens`, beside decodes that each read
-    `num_context_tokens`.
+    """One step of a warm-up: `num_chunk_tokens` after `num_past_tokens`, beside decodes that each
+    read `num_context_tokens`.
+
+    The tokens are those of `num_chunks` prompts (at most one per token, as even as can be), which
+    end in this step if `is_end`.
     """
 
     num_chunk_tokens: int
     num_past_tokens: int
     num_decodes: int
     num_context_tokens: int
+    num_chunks: int = 1
+    is_end: bool = True
+
+    def chunks(self) -> list[int]:
+        """Return the length of each prompt's chunk, longest first; their sum is the whole."""
+        size, rest = divmod(self.num_chunk_tokens, self.num_chunks)
+        chunks = [size + 1] * rest + [size] * (self.num_chunks - rest)
+        return [chunk for chunk in chunks if chunk > 0]
 
     def features(self) -> StepFeatures:
         """Return the features of this step."""
-        chunk = float(self.num_chunk_tokens)
+        chunks = self.chunks()
         return StepFeatures(
-            num_prefill_tokens=chunk,
+            num_prefill_tokens=float(self.num_chunk_tokens),
             num_decode_requests=float(self.num_decodes),
             decode_context_tokens=float(self.num_decodes * self.num_context_tokens),
-            chunk_past_tokens=chunk * self.num_past_tokens,
-            chunk_squared_tokens=chunk * chunk,
+            chunk_past_tokens=float(self.num_chunk_tokens * self.num_past_tokens),
+            chunk_squared_tokens=float(sum(chunk * chunk for chunk in chunks)),
+            num_chunks=float(len(chunks)),
+            num_prompt_logits=float(len(chunks) if self.is_end else 0),
         )
 
 
 def sweep_plan(
     max_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> tuple[SweepShape, ...]:
-    """Return at most 12 distinct shapes that tell the coefficients apart, smallest first.
+    """Return at most 13 distinct shapes that tell the coefficients apart, smallest first.
 
     Every shape respects the three limits (tokens of a step, running requests, tokens of one
     request). Decodes few and many, short and long; chunks small and large, at the start of a prompt
-    and behind a long past; both together.
+    and behind a long past, of one prompt and of several; both together.
     """
     if min(max_batched_tokens, max_num_seqs, max_model_len) < 1:
         raise ValueError("max_batched_tokens, max_num_seqs and max_model_len must be positive")
@@ -79,12 +94,17 @@ def sweep_plan(
         SweepShape(max(1, chunk // 16), 0, 0, 0),
         SweepShape(max(1, chunk // 4), 0, 0, 0),
         SweepShape(chunk, 0, 0, 0),
-        SweepShape(chunk, past, 0, 0),
+        # Prompts go on behind this one, and several end in the next: chunks and logits tell apart.
+        SweepShape(chunk, past, 0, 0, is_end=False),
+        SweepShape(chunk, 0, 0, 0, num_chunks=min(_CHUNKS, chunk, max_num_seqs)),
         SweepShape(large, 0, 0, 0),
     ]
     if beside > 0:
         mixed = max(1, min(chunk // 2, max_batched_tokens - beside))
-        shapes += [SweepShape(mixed, 0, beside, short), SweepShape(mixed, past, beside, long)]
+        shapes += [
+            SweepShape(mixed, 0, beside, short),
+            SweepShape(mixed, past, beside, long, is_end=False),
+        ]
     return tuple(sorted(set(shapes), key=_size))
 
 

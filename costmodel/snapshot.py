@@ -13,7 +13,8 @@ from costmodel.base import CostModel
 from costmodel.fields import SnapshotError, read_mapping
 from costmodel.recursive import RecursiveLeastSquares
 
-SNAPSHOT_FORMAT: Final = 1
+# 2: chunks and prompt logits among the features.
+SNAPSHOT_FORMAT: Final = 2
 
 
 class StoredModel(CostModel, Protocol):

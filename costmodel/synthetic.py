@@ -15,6 +15,7 @@ import numpy as np
 from costmodel.features import StepFeatures
 
 _CHUNKS: Final = (16, 32, 64, 128, 256, 512)
+_MAX_CHUNKS: Final = 4
 _MAX_DECODES: Final = 64
 _MAX_CONTEXT: Final = 4096
 _MAX_PAST: Final = 2048
@@ -27,7 +28,7 @@ class SyntheticDevice:
     """A device as in control.md section 9, in seconds.
 
     `overhead + max(floor, prefill·n + decode·d) + context·Σ context + pair·(Σ chunk·past + Σ
-    chunk²/2)`.
+    chunk²/2) + chunk·(chunks − 1) + logit·logits`.
     """
 
     overhead_s: float
@@ -36,6 +37,8 @@ class SyntheticDevice:
     decode_request_s: float
     context_token_s: float
     attention_pair_s: float
+    extra_chunk_s: float = 0.0
+    prompt_logit_s: float = 0.0
 
     def latency_s(self, features: StepFeatures) -> float:
         """Return the noiseless seconds of a step."""
@@ -49,13 +52,15 @@ class SyntheticDevice:
             + max(self.floor_s, tokens_s)
             + self.context_token_s * features.decode_context_tokens
             + self.attention_pair_s * pairs
+            + self.extra_chunk_s * max(0.0, features.num_chunks - 1.0)
+            + self.prompt_logit_s * features.num_prompt_logits
         )
 
 
 # An 8B-class model on an A100-class chip: a floor of weight reads. And a 270M-class model on two
 # CPU cores: no floor to speak of, decodes dearer than prompt tokens.
-ACCELERATOR: Final = SyntheticDevice(5e-3, 9e-3, 85e-6, 85e-6, 66e-9, 1.6e-9)
-TWO_CORES: Final = SyntheticDevice(0.09, 0.0, 2.3e-3, 6e-3, 2e-7, 1.5e-6)
+ACCELERATOR: Final = SyntheticDevice(5e-3, 9e-3, 85e-6, 85e-6, 66e-9, 1.6e-9, 2e-5, 2e-5)
+TWO_CORES: Final = SyntheticDevice(0.09, 0.0, 2.3e-3, 6e-3, 2e-7, 1.5e-6, 6e-3, 4e-3)
 DEVICES: Final = (ACCELERATOR, TWO_CORES)
 
 
@@ -88,13 +93,24 @@ def synthetic_steps(
 
 def _features(rng: np.random.Generator) -> StepFeatures:
     regime = int(rng.choice(3, p=_REGIME_SHARES))
-    decodes = context = prefill = past = squared = 0
+    decodes = context = prefill = past = squared = chunks = logits = 0
     if regime < 2:
         decodes = int(rng.integers(1, _MAX_DECODES + 1))
         context = int(rng.integers(1, _MAX_CONTEXT + 1, decodes).sum())
     if regime > 0:
-        for chunk in rng.choice(_CHUNKS, int(rng.integers(1, 3))).tolist():
+        chunks = int(rng.integers(1, _MAX_CHUNKS + 1))
+        # Several chunks are short ones: a step's tokens are bounded.
+        for chunk in rng.choice(_CHUNKS[: len(_CHUNKS) + 1 - chunks], chunks).tolist():
             prefill += chunk
             past += chunk * int(rng.integers(0, _MAX_PAST))
             squared += chunk * chunk
-    return StepFeatures(float(prefill), float(decodes), float(context), float(past), float(squared))
+            logits += int(rng.integers(0, 2))
+    return StepFeatures(
+        float(prefill),
+        float(decodes),
+        float(context),
+        float(past),
+        float(squared),
+        float(chunks),
+        float(logits),
+    )

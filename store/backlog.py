@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from store.records import EventRecord, Record, RequestRecord, StepRecord, num_rows
 
-KINDS = ("step", "step_work", "request", "event")
+KINDS = ("step", "step_work", "request", "event", "model_snapshot")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     DataError,
@@ -20,8 +20,24 @@ from sqlalchemy.exc import (
 )
 
 from store import tables
-from store.records import EventKind, EventRecord, Record, RequestRecord, RunRecord, StepRecord
-from store.rows import Row, event_row, request_row, run_row, step_row, step_work_rows
+from store.records import (
+    EventKind,
+    EventRecord,
+    ModelSnapshotRecord,
+    Record,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+)
+from store.rows import (
+    Row,
+    event_row,
+    request_row,
+    run_row,
+    snapshot_row,
+    step_row,
+    step_work_rows,
+)
 
 # How far back a dead run's steps are searched for requests that never ended.
 _OPEN_REQUEST_STEPS = 1000
@@ -46,7 +62,9 @@ def insert_records(
     """
     rows: dict[str, list[Row]] = {"step": [], "step_work": [], "request": [], "event": []}
     for record, number in numbered:
-        if isinstance(record, StepRecord):
+        if isinstance(record, ModelSnapshotRecord):
+            _replace_snapshot(connection, snapshot_row(record))
+        elif isinstance(record, StepRecord):
             rows["step"].append(step_row(record))
             rows["step_work"].extend(step_work_rows(record))
         elif isinstance(record, RequestRecord):
@@ -108,6 +126,15 @@ def end_run(connection: Connection, run_id: str, ended_at: int, reason: str) -> 
         .where(tables.run.c.run_id == run_id, tables.run.c.ended_at.is_(None))
         .values(ended_at=ended_at, end_reason=reason)
     )
+
+
+def _replace_snapshot(connection: Connection, row: Row) -> None:
+    """Write a run's cost model over the one that it wrote before."""
+    table = tables.model_snapshot
+    connection.execute(
+        delete(table).where(table.c.run_id == row["run_id"], table.c.key_hash == row["key_hash"])
+    )
+    connection.execute(insert(table), [row])
 
 
 def _insert(connection: Connection, table: Table, *, is_repeat: bool) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from sqlalchemy import Column, ColumnElement, Connection, RowMapping, Select, se
 from store import tables
 from store.database import Database
 from store.errors import CursorError
+from store.records import key_hash
 from store.schema import require_current
 from store.summary import Summary, summarise
 
@@ -28,6 +29,7 @@ JsonRow = dict[str, Any]
 MAX_PAGE_ROWS = 10_000
 _RUN, _STEP, _WORK = tables.run.c, tables.step.c, tables.step_work.c
 _REQUEST, _EVENT = tables.request.c, tables.event.c
+_SNAPSHOT = tables.model_snapshot.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,25 @@ class TelemetryReader:
             "steps": list(steps),
             "events": list(events),
         }
+
+    def model_snapshot(self, key: Mapping[str, str | int]) -> JsonRow | None:
+        """Return the newest cost model that any run stored under exactly that key, or None."""
+        query = (
+            select(tables.model_snapshot)
+            .where(_SNAPSHOT.key_hash == key_hash(key))
+            .order_by(_SNAPSHOT.at.desc(), _SNAPSHOT.run_id.desc())
+            .limit(1)
+        )
+        with self._database.read() as connection:
+            found = _rows(connection, query)
+        return found[0] if found else None
+
+    def model_snapshots(self, *, limit: int = 100) -> tuple[JsonRow, ...]:
+        """List stored cost models, newest first, without their documents."""
+        columns = (column for column in tables.model_snapshot.c if column.name != "document")
+        query = select(*columns).order_by(_SNAPSHOT.at.desc(), _SNAPSHOT.run_id.desc())
+        with self._database.read() as connection:
+            return _rows(connection, query.limit(limit))
 
     def summary(self, *, span: Span | None = None, run_id: str | None = None) -> Summary:
         """Return attainment, goodput, latencies, prediction quality, admissions and losses."""

@@ -1,8 +1,7 @@
 """The frozen rows that cross the border into the store.
 
 Owns what is remembered of a run, a step, a request and an event. Must not hold prompt text or
-secrets, know SQL, or import the cost model or the controller: the five features arrive as plain
-numbers.
+secrets, know SQL, or import the cost model or the controller: the features arrive as plain numbers.
 
 Units as in the tables: `_at` epoch milliseconds UTC, `_s` seconds, `_clock_s` monotonic seconds
 comparable within one run.
@@ -11,6 +10,8 @@ comparable within one run.
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -29,6 +30,8 @@ class EventKind(enum.StrEnum):
     DRIFT_ALARM = "drift_alarm"
     TELEMETRY_LOSS = "telemetry_loss"
     RUN_LOST = "run_lost"
+    WARM_START = "warm_start"
+    MODEL_REFIT = "model_refit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class StepRecord:
 
     `prefill_tokens` .. `chunk_squared_tokens` are the cost model's features, unscaled, in its
     order. Decision fields are those of `engine.step.StepDecision`, None for a planner that gives no
-    account. `num_retries` and `num_swapped_blocks` are None in rows that are older than they; so is
-    `num_blocks_cached`.
+    account. `num_chunks` and `num_prompt_logits` are the last two features. None, like the counts
+    of retries and blocks before them, in rows that are older than they.
     """
 
     kind: ClassVar[str] = "step"
@@ -109,6 +112,8 @@ class StepRecord:
     num_retries: int | None = None
     num_swapped_blocks: int | None = None
     num_blocks_cached: int | None = None
+    num_chunks: int | None = None
+    num_prompt_logits: int | None = None
     work: tuple[StepWorkRecord, ...] = ()
 
     @classmethod
@@ -117,10 +122,12 @@ class StepRecord:
     ) -> StepRecord:
         """Describe an executed step; `at` is `report.started_at` in epoch milliseconds.
 
-        `features` are the cost model's five numbers for `report.plan`, in its order; ValueError
+        `features` are the cost model's seven numbers for `report`, in its order; ValueError
         otherwise.
         """
-        prefill, decodes, context, past, squared = (int(value) for value in features)
+        prefill, decodes, context, past, squared, chunks, logits = (
+            int(value) for value in features
+        )
         tokens = {token.request_id: token for token in report.tokens}
         work = []
         for item in report.plan.work:
@@ -169,6 +176,8 @@ class StepRecord:
             num_retries=report.num_retries,
             num_swapped_blocks=report.num_swapped_blocks,
             num_blocks_cached=report.num_blocks_cached,
+            num_chunks=chunks,
+            num_prompt_logits=logits,
             work=tuple(work),
         )
 
@@ -237,7 +246,33 @@ class EventRecord:
     numbers: Mapping[str, float | int | str | None] = field(default_factory=dict)
 
 
-Record = StepRecord | RequestRecord | EventRecord
+@dataclass(frozen=True, slots=True)
+class ModelSnapshotRecord:
+    """The cost model of a run as it stands now; a later one of the same run and key replaces it.
+
+    `key` says what its latencies depend on (model, device, dtype..); `document` is the model's own
+    JSON. `version` counts its updates; `mape` and `coverage` are shares over its last steps.
+    """
+
+    kind: ClassVar[str] = "model_snapshot"
+
+    run_id: str
+    at: int
+    learner: str
+    version: int
+    num_observed: int
+    mape: float
+    coverage: float
+    key: Mapping[str, str | int]
+    document: Mapping[str, Any]
+
+
+def key_hash(key: Mapping[str, str | int]) -> str:
+    """Return what a cost model's key is found by: SHA-256 of its JSON, names in order."""
+    return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode("utf-8")).hexdigest()
+
+
+Record = StepRecord | RequestRecord | EventRecord | ModelSnapshotRecord
 
 
 def num_rows(record: Record) -> int:

@@ -6,6 +6,7 @@ settings. Must not open a connection. Runs on the writer's thread only.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,15 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Double, String, Table
 
 from store import tables
-from store.records import EventRecord, RequestRecord, RunRecord, StepRecord, StepWorkRecord
+from store.records import (
+    EventRecord,
+    ModelSnapshotRecord,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    StepWorkRecord,
+    key_hash,
+)
 from store.urls import mask_url
 
 Row = dict[str, Any]
@@ -92,6 +101,7 @@ _STEP = _readers(tables.step)
 _STEP_WORK = _readers(tables.step_work, "run_id", "step_no")
 _REQUEST = _readers(tables.request)
 _EVENT = _readers(tables.event, "event_no")
+_SNAPSHOT = _readers(tables.model_snapshot, "key_hash", "document")
 
 
 def _row(record: Any, readers: tuple[tuple[str, str, Callable[[Any], Any]], ...]) -> Row:
@@ -127,6 +137,14 @@ def _work_row(record: StepRecord, work: StepWorkRecord) -> Row:
 def request_row(record: RequestRecord) -> Row:
     """Return the row of a request that has ended."""
     return _row(record, _REQUEST)
+
+
+def snapshot_row(record: ModelSnapshotRecord) -> Row:
+    """Return the row of a cost model; ValueError if its document holds what is no JSON number."""
+    # Not cleaned: a model whose numbers were changed would not be the one that was stored.
+    json.dumps(record.document, allow_nan=False)
+    row = _row(record, _SNAPSHOT)
+    return {**row, "key_hash": key_hash(record.key), "document": dict(record.document)}
 
 
 def event_row(record: EventRecord, event_no: int) -> Row:

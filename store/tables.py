@@ -64,7 +64,7 @@ step = Table(
     Column("duration_s", Double, nullable=False),
     Column("planner_s", Double, nullable=False),
     Column("execute_s", Double, nullable=False),
-    # The five features of the cost model.
+    # The features of the cost model; two more stand at the end.
     Column("prefill_tokens", BigInteger, nullable=False),
     Column("decode_requests", BigInteger, nullable=False),
     Column("decode_context_tokens", BigInteger, nullable=False),
@@ -92,6 +92,9 @@ step = Table(
     Column("num_retries", BigInteger),
     Column("num_swapped_blocks", BigInteger),
     Column("num_blocks_cached", BigInteger),
+    # Since revision 0003; NULL in older rows.
+    Column("num_chunks", BigInteger),
+    Column("num_prompt_logits", BigInteger),
 )
 Index(None, step.c.at, step.c.run_id, step.c.step_no)
 
@@ -151,6 +154,23 @@ request = Table(
 Index(None, request.c.request_id)
 Index(None, request.c.arrived_at, request.c.run_id, request.c.request_id)
 Index(None, request.c.slo_class, request.c.arrived_at)
+
+model_snapshot = Table(
+    "model_snapshot",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    # The key in one line of JSON, hashed: model names have no length that an index could rely on.
+    Column("key_hash", String(64), primary_key=True),
+    Column("at", BigInteger, nullable=False),
+    Column("learner", String(64), nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("num_observed", BigInteger, nullable=False),
+    Column("mape", Double),
+    Column("coverage", Double),
+    Column("key", JSON(none_as_null=True), nullable=False),
+    Column("document", JSON(none_as_null=True), nullable=False),
+)
+Index(None, model_snapshot.c.key_hash, model_snapshot.c.at)
 
 event = Table(
     "event",

@@ -15,7 +15,7 @@ from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from engine.clock import Clock
 from engine.request import FinishReason, Request
-from engine.step import AdmissionAction, StepReport
+from engine.step import AdmissionAction, StepReport, WorkKind
 from store.records import EventKind, EventRecord, Record, RequestRecord, StepRecord
 
 
@@ -34,6 +34,16 @@ class PromiseKeeper:
             if request.max_tokens == 0 and request.finish_reason is FinishReason.LENGTH:
                 assert request.finished_at is not None  # noqa: S101 - it has ended
                 promise_of(request).record_token(request.finished_at)
+
+
+def features_of(report: StepReport) -> StepFeatures:
+    """Return the features of an executed step, what it sampled and scored for prompts included."""
+    sampled = {token.request_id for token in report.tokens}
+    num_ends = sum(
+        item.kind is WorkKind.PREFILL and item.request_id in sampled for item in report.plan.work
+    )
+    num_scored = sum(len(scores.tokens) for scores in report.prompt_scores)
+    return StepFeatures.of(report.plan.work, num_ends + num_scored)
 
 
 class Learner(Protocol):
@@ -71,7 +81,7 @@ class Teacher:
         elif report.is_executed and report.num_swapped_blocks > 0:
             self._cost_model.reject(RejectReason.SWAP)
         elif report.is_executed:
-            self._cost_model.observe(StepFeatures.of(report.plan.work), report.duration_s)
+            self._cost_model.observe(features_of(report), report.duration_s)
         for request_id in report.finished:
             request = requests[request_id]
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -109,7 +119,7 @@ class TelemetryFeed:
                     report,
                     run_id=self._run_id,
                     at=to_epoch_ms(report.started_at),
-                    features=StepFeatures.of(report.plan.work),
+                    features=features_of(report),
                 )
             )
         for request_id in report.finished:

@@ -51,7 +51,7 @@ def run_sweep(
             started_at = clock.now()
             runner.execute(plan, requests)
             timings.append(clock.now() - started_at)
-        samples.append((StepFeatures.of(plan.work), statistics.median(timings)))
+        samples.append((shape.features(), statistics.median(timings)))
         for request_id in requests:
             runner.forget(request_id)
     return samples
@@ -108,7 +108,8 @@ def _plan_of(shape: SweepShape, block_size: int) -> tuple[StepPlan, Mapping[str,
     for _ in range(shape.num_decodes):
         context = shape.num_context_tokens
         add(WorkKind.DECODE, 1, context - 1, context - 1)
-    if shape.num_chunk_tokens:
-        end = shape.num_past_tokens + shape.num_chunk_tokens
-        add(WorkKind.PREFILL, shape.num_chunk_tokens, shape.num_past_tokens, end)
+    for chunk in shape.chunks():
+        # A prompt that goes on behind its chunk samples nothing.
+        end = shape.num_past_tokens + chunk + (0 if shape.is_end else 1)
+        add(WorkKind.PREFILL, chunk, shape.num_past_tokens, end)
     return StepPlan(work=tuple(work)), requests

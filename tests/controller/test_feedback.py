@@ -15,8 +15,11 @@ from costmodel.hygiene import RejectReason
 from engine.clock import VirtualClock
 from engine.request import FinishReason, Request, RequestPhase, SamplingParams
 from engine.step import (
+    EmittedToken,
     Preemption,
     PreemptionMethod,
+    PromptScores,
+    PromptToken,
     StepPlan,
     StepReport,
     StepWork,
@@ -78,7 +81,19 @@ def test_a_step_teaches_the_work_that_was_computed_not_what_the_cache_spared() -
     spy = taught(report(chunk("a", 4, NUM_PROMPT - 4)))
     # 96 tokens came from the cache: they are past that is read, not work.
     past = 4.0 * (NUM_PROMPT - 4)
-    assert spy.seen == [(StepFeatures(4.0, 0.0, 0.0, past, 16.0), 0.5)]
+    assert spy.seen == [(StepFeatures(4.0, 0.0, 0.0, past, 16.0, 1.0), 0.5)]
+
+
+def test_prompts_that_end_or_are_scored_count_their_logits() -> None:
+    scored = PromptScores("c", 0, (PromptToken(1, -1.0, 1),) * 6)
+    tokens = (EmittedToken("a", 5, 0, 1.5), EmittedToken("d", 6, 3, 1.5))
+    decode = StepWork("d", WorkKind.DECODE, 1, 9)
+    spy = taught(
+        report(chunk("a", 4), chunk("b", 4), chunk("c", 6), decode, tokens=tokens,
+               prompt_scores=(scored,))
+    )  # fmt: skip
+    # One row for the end of `a`, none for `b`, six for `c`; the decode's own is not a prompt's.
+    assert spy.seen[0][0] == StepFeatures(14.0, 1.0, 10.0, 0.0, 68.0, 3.0, 7.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Warm-up: what moving KV to host memory is found to cost."""
+"""Warm-up: the steps of the sweep, and what moving KV to host memory is found to cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from controller.runtime.warmup import time_swap
+from controller.runtime.warmup import run_sweep, time_swap
+from costmodel.features import StepFeatures
+from costmodel.prior import SweepShape
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.request import Request
@@ -69,3 +71,32 @@ def test_nothing_to_move_has_no_cost(num_blocks: int, num_host_blocks: int) -> N
     config = EngineConfig(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     assert time_swap(runner, config, runner.clock) is None
     assert runner.num_copied == 0
+
+
+class RecordingRunner(CopyingRunner):
+    """Takes a second a chunk, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(is_asynchronous=False)
+        self.plans: list[tuple[StepPlan, dict[str, Request]]] = []
+
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
+        self.plans.append((plan, dict(requests)))
+        self.clock.advance(1.0 * len(plan.work))
+        return StepOutput()
+
+
+def test_the_sweep_runs_what_its_features_say() -> None:
+    runner = RecordingRunner()
+    config = EngineConfig(num_blocks=64)
+    shapes = [SweepShape(10, 0, 0, 0, num_chunks=3), SweepShape(8, 16, 2, 5, is_end=False)]
+    samples = run_sweep(runner, config, runner.clock, shapes)
+    assert [latency_s for _, latency_s in samples] == [3.0, 3.0]
+    # The first execution is repeated: it pays for lazy set-up.
+    (several, _), (going_on, requests) = runner.plans[1:]
+    assert StepFeatures.of(several.work, 3) == samples[0][0]
+    assert StepFeatures.of(going_on.work) == samples[1][0]
+    chunk = going_on.work[-1]
+    assert chunk.num_context_tokens == requests[chunk.request_id].num_prompt_tokens - 1
+    blocks = [block for request in requests.values() for block in request.block_table]
+    assert len(blocks) == len(set(blocks))

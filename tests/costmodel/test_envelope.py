@@ -51,7 +51,7 @@ def test_one_step_is_predicted_as_in_bulk(
 
 
 def test_a_mixed_step_is_never_promised_to_be_quicker_than_its_decodes() -> None:
-    envelope = Envelope([np.array([0.01, 0, 0, 0.001, 0, 0, 0]), np.full(NUM_BASIS, 1e-6)])
+    envelope = Envelope([np.array([0.01, 0, 0, 0.001, *[0] * 5]), np.full(NUM_BASIS, 1e-6)])
     margins = {Regime.DECODE_ONLY: 0.5, Regime.MIXED: 0.0, Regime.PREFILL_ONLY: 0.1}
     decode = StepFeatures(0.0, 4.0, 100.0)
     upper_s = envelope.estimate(
@@ -89,13 +89,13 @@ def _knee_by_search(envelope: Envelope, share: float = 0.9) -> int:
     ],
 )
 def test_the_knee_is_where_a_search_finds_it(floor: list[float], work: list[float]) -> None:
-    envelope = Envelope([np.array(floor), np.array(work)])
+    envelope = Envelope([np.array([*floor, 0, 0]), np.array([*work, 0, 0])])
     found = _knee_by_search(envelope)
     assert envelope.marginals().knee_tokens == pytest.approx(found, rel=0.02, abs=2)
 
 
 def test_without_a_cost_per_prefill_token_there_is_no_knee() -> None:
-    envelope = Envelope([np.array([0.01, 0, 0, 0.001, 0, 0, 0])] * 2)
+    envelope = Envelope([np.array([0.01, 0, 0, 0.001, *[0] * 5])] * 2)
     costs = envelope.marginals()
     assert costs.knee_tokens == MAX_KNEE_TOKENS
     assert costs.prefill_token_s == 0.0
@@ -103,10 +103,11 @@ def test_without_a_cost_per_prefill_token_there_is_no_knee() -> None:
 
 
 def test_marginal_costs_are_those_of_the_busy_plane() -> None:
-    floor = np.array([14e-3, 0, 1e-6, 2e-6, 3e-6, 0, 0])
-    work = np.array([5e-3, 0, 4e-5, 5e-5, 6e-6, 0, 0])
+    floor = np.array([14e-3, 0, 1e-6, 2e-6, 3e-6, 0, 0, 0, 0])
+    work = np.array([5e-3, 0, 4e-5, 5e-5, 6e-6, 0, 0, 7e-4, 8e-4])
     costs = Envelope([floor, work]).marginals()
     assert costs.prefill_token_s == 4e-5
     assert costs.decode_request_s == 5e-5
     assert costs.decode_context_token_s == 6e-6
     assert costs.floor_s == 14e-3
+    assert (costs.extra_chunk_s, costs.prompt_logit_s) == (7e-4, 8e-4)

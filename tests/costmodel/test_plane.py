@@ -14,7 +14,7 @@ from costmodel.plane import (
     NonNegativePlane,
 )
 
-TRUTH = np.array([0.02, 0.005, 0.03, 0.002, 0.001, 0.004, 0.0])
+TRUTH = np.array([0.02, 0.005, 0.03, 0.002, 0.001, 0.004, 0.0, 0.003, 0.001])
 
 
 def _rows(count: int, seed: int = 0) -> FloatArray:
@@ -114,7 +114,7 @@ def test_changes_do_not_hand_what_is_not_excited_over_to_noise() -> None:
     plane = _guess()
     rows = _rows(3000)
     _learn(plane, rows, TRUTH)
-    chunk = np.array([1.0, 1.0, 0.5, 1.0, 0.3, 0.0, 0.25])
+    chunk = np.array([1.0, 1.0, 0.5, 1.0, 0.3, 0.0, 0.25, 0.4, 0.2])
     noise = np.exp(np.random.default_rng(6).normal(0.0, 0.1, 3000))
     for index, factor in enumerate(noise.tolist()):
         if index % 50 == 0:

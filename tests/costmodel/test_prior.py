@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.features import StepFeatures
+from costmodel.features import NUM_FEATURES, StepFeatures
 from costmodel.prior import SweepShape, fit_prior, flat_prior, sweep_plan
 from costmodel.synthetic import ACCELERATOR, DEVICES, SyntheticDevice
 
@@ -18,13 +18,14 @@ def test_every_shape_of_the_sweep_respects_the_limits(
     max_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> None:
     shapes = sweep_plan(max_batched_tokens, max_num_seqs, max_model_len)
-    assert 1 <= len(shapes) <= 12
+    assert 1 <= len(shapes) <= 13
     assert len(set(shapes)) == len(shapes)
     tokens = [shape.num_chunk_tokens + shape.num_decodes for shape in shapes]
     assert tokens == sorted(tokens)
     for shape, total in zip(shapes, tokens, strict=True):
         assert 1 <= total <= max_batched_tokens
-        assert shape.num_decodes + (shape.num_chunk_tokens > 0) <= max_num_seqs
+        assert shape.num_decodes + len(shape.chunks()) <= max_num_seqs
+        assert sum(shape.chunks()) == shape.num_chunk_tokens
         assert shape.num_past_tokens + shape.num_chunk_tokens <= max_model_len
         assert shape.num_context_tokens <= max_model_len
         assert min(shape) >= 0
@@ -42,7 +43,21 @@ def test_limits_must_be_positive(limits: tuple[int, int, int]) -> None:
 
 
 def test_features_of_a_shape() -> None:
-    assert SweepShape(8, 100, 3, 20).features() == StepFeatures(8.0, 3.0, 60.0, 800.0, 64.0)
+    shape = SweepShape(8, 100, 3, 20)
+    assert shape.features() == StepFeatures(8.0, 3.0, 60.0, 800.0, 64.0, 1.0, 1.0)
+    several = SweepShape(8, 0, 0, 0, num_chunks=3)
+    assert several.chunks() == [3, 3, 2]
+    assert several.features() == StepFeatures(8.0, 0.0, 0.0, 0.0, 22.0, 3.0, 3.0)
+    assert shape._replace(is_end=False).features().num_prompt_logits == 0.0
+    assert SweepShape(0, 0, 2, 5).features() == StepFeatures(0.0, 2.0, 10.0)
+
+
+def test_the_sweep_tells_chunks_from_logits() -> None:
+    counts = {
+        (features.num_chunks, features.num_prompt_logits)
+        for features in (shape.features() for shape in sweep_plan(2048, 64, 4096))
+    }
+    assert {(1.0, 1.0), (1.0, 0.0), (8.0, 8.0)} <= counts
 
 
 def _sweep(device: SyntheticDevice, repeats: int = 2) -> list[tuple[StepFeatures, float]]:
@@ -91,6 +106,6 @@ def test_one_sample_sets_the_scale_of_everything() -> None:
 
 def test_the_flat_prior_lets_every_kind_of_work_cost_something() -> None:
     model = flat_prior()
-    base_s = model.predict(np.zeros((1, 5))).mean_s[0]
-    grown = model.predict(np.eye(5) * 1e6).mean_s
+    base_s = model.predict(np.zeros((1, NUM_FEATURES))).mean_s[0]
+    grown = model.predict(np.eye(NUM_FEATURES)[[*range(5), 6]] * 1e6).mean_s
     assert (grown > base_s).all()

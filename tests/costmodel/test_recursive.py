@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.features import FloatArray, Regime, StepFeatures
+from costmodel.features import NUM_FEATURES, FloatArray, Regime, StepFeatures
 from costmodel.hygiene import SHIFT_RUN, RejectReason
 from costmodel.prior import fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
 from costmodel.synthetic import ACCELERATOR, DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
 
 SWEEP = sweep_plan(1024, 64, 4096)
+EYE = np.eye(NUM_FEATURES)
 
 
 def _taught(device: SyntheticDevice, count: int, seed: int = 0) -> RecursiveLeastSquares:
@@ -127,7 +128,7 @@ def test_an_unknown_device_a_thousand_times_slower_is_learnt_within_fifty_steps(
 @given(
     st.lists(
         st.tuples(
-            st.builds(StepFeatures, *([st.floats(0.0, 1e6)] * 5)),
+            st.builds(StepFeatures, *([st.floats(0.0, 1e6)] * NUM_FEATURES)),
             st.floats(allow_nan=True, allow_infinity=True),
         ),
         max_size=60,
@@ -139,7 +140,7 @@ def test_whatever_is_observed_predictions_stay_sound(
     model = flat_prior()
     for features, latency_s in samples:
         model.observe(features, latency_s)
-    candidates: FloatArray = np.vstack([np.zeros((1, 5)), np.eye(5), 1e6 * np.eye(5)])
+    candidates: FloatArray = np.vstack([np.zeros((1, NUM_FEATURES)), EYE, 1e6 * EYE])
     mean_s, upper_s = model.predict(candidates)
     assert np.isfinite(upper_s).all()
     assert (mean_s > 0.0).all()

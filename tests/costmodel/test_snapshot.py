@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from costmodel.basis import NUM_BASIS
 from costmodel.fields import SnapshotError, read_array, read_count, read_numbers
 from costmodel.prior import flat_prior
 from costmodel.snapshot import SnapshotKey, dump_model, load_model
@@ -40,7 +41,7 @@ def _set(document: dict[str, Any], path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "field"),
     [
-        ("format", 2, "format"),
+        ("format", 1, "format"),
         ("format", ..., "format"),
         ("kind", "gradient_boosting", "kind"),
         ("kind", ..., "kind"),
@@ -62,17 +63,17 @@ def _set(document: dict[str, Any], path: str, value: Any) -> None:
         ("state.num_rejected.outlier", -1, "state.num_rejected.outlier"),
         ("state.presence", [0.5, 0.5, 2.0], "state.presence"),
         ("state.planes.1", ..., "state.planes.1"),
-        ("state.planes.0.coefficients", [math.nan] * 7, "state.planes.0.coefficients"),
-        ("state.planes.0.coefficients", [math.inf] * 7, "state.planes.0.coefficients"),
-        ("state.planes.0.coefficients", [-1.0] * 7, "state.planes.0.coefficients"),
-        ("state.planes.0.coefficients", [1.0] * 6, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [math.nan] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [math.inf] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [-1.0] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [1.0] * (NUM_BASIS - 1), "state.planes.0.coefficients"),
         ("state.planes.0.coefficients", [1.0, [2.0]], "state.planes.0.coefficients"),
         ("state.planes.0.coefficients", {"a": 1.0}, "state.planes.0.coefficients"),
         ("state.planes.1.moment", None, "state.planes.1.moment"),
         ("state.planes.1.num_samples", ..., "state.planes.1.num_samples"),
         (
             "state.planes.1.information",
-            [[float(i * 7 + j) for j in range(7)] for i in range(7)],
+            [[float(i * 9 + j) for j in range(NUM_BASIS)] for i in range(NUM_BASIS)],
             "state.planes.1.information",
         ),
         ("state.screens.0.size", 0.0, "state.screens.0.size"),
@@ -99,7 +100,7 @@ def test_a_document_that_does_not_fit_is_refused_by_field(
 def test_an_information_matrix_that_is_not_positive_definite_is_refused() -> None:
     document = copy.deepcopy(DOCUMENT)
     document["state"]["planes"]["0"]["information"] = [
-        [-1.0 if row == column else 0.0 for column in range(7)] for row in range(7)
+        [-1.0 if row == column else 0.0 for column in range(NUM_BASIS)] for row in range(NUM_BASIS)
     ]
     with pytest.raises(SnapshotError, match="positive definite") as caught:
         load_model(document, KEY)

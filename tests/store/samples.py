@@ -7,6 +7,7 @@ from typing import Any
 
 from store.records import (
     EventRecord,
+    ModelSnapshotRecord,
     Record,
     RequestRecord,
     RunRecord,
@@ -16,6 +17,7 @@ from store.records import (
 from store.writer import WriterStats
 
 RUN_AT = 1_700_000_000_000
+SNAPSHOT_KEY: dict[str, str | int] = {"model": "demo", "device": "cpu", "block_size": 16}
 
 
 def make_run(run_id: str = "run-a", started_at: int = RUN_AT, **changes: Any) -> RunRecord:
@@ -120,6 +122,16 @@ def make_event(event_kind: str = "preemption", **changes: Any) -> EventRecord:
     """A preemption."""
     record = EventRecord("run-a", RUN_AT + 250, event_kind, "kv_blocks", "req-1", 2, {"blocks": 3})
     return dataclasses.replace(record, **changes)
+
+
+def make_snapshot(version: int, *, run_id: str = "run-a", **changes: Any) -> ModelSnapshotRecord:
+    """A cost model after `version` updates."""
+    values: dict[str, Any] = {
+        "run_id": run_id, "at": RUN_AT + version, "learner": "recursive", "version": version,
+        "num_observed": 10 * version, "mape": 0.02, "coverage": 0.9, "key": SNAPSHOT_KEY,
+        "document": {"format": 2, "state": {"numbers": [0.1 + version, 1e-300]}},
+    }  # fmt: skip
+    return ModelSnapshotRecord(**{**values, **changes})
 
 
 def life_of_a_request() -> list[Record]:

@@ -20,6 +20,7 @@ from tests.store.samples import (
     is_balanced,
     life_of_a_request,
     make_run,
+    make_snapshot,
     make_step,
 )
 
@@ -157,13 +158,14 @@ def test_a_commit_whose_answer_got_lost_is_not_written_twice(
 
     assert writer.pump()
     monkeypatch.setattr(database, "begin", begin_and_lose_the_answer)
-    for record in life_of_a_request()[-3:]:
+    for record in [*life_of_a_request()[-3:], make_snapshot(1)]:
         writer.offer(record)
     assert not writer.pump()
     assert writer.pump()
     assert writer.close()
     assert writer.stats().num_dropped_by_reason == {}
-    assert count_rows(url) == {"run": 1, "step": 1, "step_work": 1, "request": 1, "event": 1}
+    once = dict.fromkeys(("run", "step", "step_work", "request", "event", "model_snapshot"), 1)
+    assert count_rows(url) == once
 
 
 def test_the_thread_gives_up_a_dead_database_when_it_is_closed(

@@ -32,7 +32,8 @@ def test_everything_offered_is_written_and_counted(url: str, writer: TelemetryWr
     assert writer.stats().num_rows_queued == 11
     assert writer.close()
     counts = count_rows(url)
-    assert counts == {"run": 1, "step": 4, "step_work": 5, "request": 1, "event": 1}
+    written = {"run": 1, "step": 4, "step_work": 5, "request": 1, "event": 1}
+    assert counts == {**written, "model_snapshot": 0}
     stats = writer.stats()
     assert is_balanced(stats)
     assert stats.num_rows_queued == 0
@@ -105,6 +106,7 @@ def test_a_full_queue_drops_the_newest_and_tells_of_it(url: str, writer: Telemet
         "num_step_work_rows": 8,
         "num_request_rows": 0,
         "num_event_rows": 0,
+        "num_model_snapshot_rows": 0,
         "first_step_no": 32,
         "last_step_no": 39,
         "prefill_tokens": 0,
