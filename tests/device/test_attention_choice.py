@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -147,6 +149,18 @@ def test_a_named_backend_that_fails_its_proof_is_refused(monkeypatch: pytest.Mon
     Rig(monkeypatch).broken = {"flash_attn"}
     with pytest.raises(UnsupportedByBackendError, match="does not work here"):
         chosen("flash_attn")
+
+
+def test_a_package_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    monkeypatch.setattr(choice, "_flash_attn", FlashAttention)
+    # As a wheel for another torch: found, but not to be imported.
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    assert chosen() == ("torch_varlen", 256)
+    assert rig.proved == ["torch_varlen"]
+    with pytest.raises(UnsupportedByBackendError, match="cannot be used with torch") as caught:
+        chosen("flash_attn")
+    assert "use --attention-backend torch_varlen" in str(caught.value)
 
 
 def test_on_a_cpu_there_is_one() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.device.attention.base import AttentionCall
+from engine.device.attention.base import AttentionCall, UnsupportedByBackendError
 from engine.device.attention.limits import (
     BLOCK_SIZE_DIVISOR,
     check_block_size,
@@ -35,7 +35,8 @@ def is_available() -> bool:
 class FlashAttention:
     """One kernel call per layer for the whole mixed batch.
 
-    `kernel` is `flash_attn.flash_attn_varlen_func` unless one is handed in (tests record calls).
+    `kernel` is `flash_attn.flash_attn_varlen_func` unless one is handed in (tests record calls);
+    UnsupportedByBackendError if the package cannot be imported.
     """
 
     name = "flash_attn"
@@ -44,9 +45,7 @@ class FlashAttention:
 
     def __init__(self, kernel: Callable[..., Any] | None = None) -> None:
         if kernel is None:
-            from flash_attn import flash_attn_varlen_func  # heavy, and only where it exists
-
-            kernel = flash_attn_varlen_func
+            kernel = _import_kernel()
         self._kernel = kernel
 
     def check(
@@ -83,3 +82,18 @@ class FlashAttention:
             block_table=inputs.block_table,
         )
         return output
+
+
+def _import_kernel() -> Callable[..., Any]:
+    try:
+        from flash_attn import flash_attn_varlen_func  # heavy, and only where it exists
+    except Exception as error:
+        # A wheel for another torch has undefined symbols; what else it trips over is its own.
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise UnsupportedByBackendError(
+            f"attention backend flash_attn: the flash-attn package cannot be used with torch"
+            f" {torch.__version__} ({line}): install it anew, or use --attention-backend"
+            " torch_varlen"
+        ) from error
+    kernel: Callable[..., Any] = flash_attn_varlen_func
+    return kernel
