@@ -143,7 +143,7 @@ def _gguf(source: str, file: Path) -> Checkpoint:
 def _check_config_file(source: str, file: Path) -> None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(
             f"{source}: cannot read the model's configuration: config.json is not JSON"
             f" ({one_line(error)})"
@@ -182,11 +182,11 @@ def _shards(source: str, folder: Path) -> list[Path]:
         raise ModelLoadError(f"{source}: cannot load the weights: {why}")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(
             f"{source}: cannot load the weights: {INDEX} is damaged ({one_line(error)})"
         ) from error
-    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelLoadError(
             f"{source}: cannot load the weights: {len(missing)} of {len(names)} shards are missing"
@@ -216,12 +216,13 @@ def _read_header(source: str, file: Path) -> dict[torch.dtype, int]:
         header = json.loads(text)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        told = 8 + length + end
         elements = _count_elements(tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(f"damaged: its header makes no sense ({one_line(error)})") from error
-    if 8 + length + end != size:
-        what = "truncated" if 8 + length + end > size else "damaged"
-        raise damaged(f"{what}: {size:,} bytes, and its header speaks of {8 + length + end:,}")
+    if told != size:
+        what = "truncated" if told > size else "damaged"
+        raise damaged(f"{what}: {size:,} bytes, and its header speaks of {told:,}")
     return elements
 
 

@@ -5,6 +5,7 @@ Owns the choices that depend on the device: dtype, attention backend, block size
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -173,11 +174,14 @@ def _graphs(options: DeviceOptions, model: DecoderModel, max_model_len: int) -> 
 def _device_of(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", name, re.ASCII)
+    if found is None:
         raise ModelLoadError(f"--device {name}: expected auto, cpu or cuda[:N]")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if name != "cpu" and not torch.cuda.is_available():
         raise ModelLoadError(f"--device {name}: no CUDA device is available; use --device cpu")
+    if found[1] is not None and int(found[1]) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ModelLoadError(f"--device {name}: the last CUDA device here is cuda:{last}")
     return name
 
 

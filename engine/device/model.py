@@ -72,7 +72,7 @@ class DecoderModel:
         self.layers = tuple(probe.layers[index] for index in sorted(probe.layers))
         # That of the keys: weights may be stored as anything (quantised blocks, float32 routers).
         self.dtype = probe.dtypes.pop()
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = _eos_token_ids(model, name)
         # That of the logits: a quantised head is stored in some other shape.
         self.vocab_size = probe.vocab_size
 
@@ -125,6 +125,8 @@ class DecoderModel:
                 f"{self.name}: {kind} computes logits of every token; it cannot be served"
             )
         expected = int(self._model.config.get_text_config().num_hidden_layers)
+        if expected < 1:
+            raise ModelLoadError(f"{self.name}: {kind} has {expected} layers")
         if probe.num_calls != expected or sorted(probe.layers) != list(range(expected)):
             raise ModelLoadError(
                 f"{self.name}: {type(self._model).__name__} routed {probe.num_calls} of {expected}"
@@ -166,11 +168,12 @@ def load_model(source: str, dtype: str, device: str) -> DecoderModel:
     return DecoderModel(load_weights(checkpoint, config, dtype, device), source)
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def _eos_token_ids(model: Any, name: str) -> tuple[int, ...]:
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
         eos = model.config.get_text_config().eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if any(type(token_id) is not int for token_id in ids):
+        raise ModelLoadError(f"{name}: eos_token_id is {eos!r}: expected a token id or several")
+    return ids

@@ -77,6 +77,8 @@ def test_the_pool_bounds_the_context(folder: Path) -> None:
         ({"dtype": "float8"}, "--dtype float8: expected auto, float32, bfloat16, float16 or"),
         ({"dtype": "int32"}, "--dtype int32"),
         ({"device": "tpu"}, "--device tpu"),
+        ({"device": "cpu:"}, "--device cpu:: expected auto, cpu or cuda[:N]"),
+        ({"device": "cuda:x"}, "--device cuda:x: expected auto, cpu or cuda[:N]"),
         ({"attention_backend": "flash_attn"}, "CUDA device"),
         ({"attention_backend": "torch_varlen"}, "CUDA device"),
         ({"attention_backend": "magic"}, "--attention-backend magic"),
@@ -87,6 +89,15 @@ def test_wrong_options_name_the_flag(folder: Path, options: dict[str, Any], name
         load_engine(str(folder), DeviceOptions(**{"device": "cpu", **options}), quiet)
     assert names in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_card_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ModelLoadError, match="--device cuda:7: the last CUDA device here is cuda:1"
+    ):
+        load_engine(str(folder), DeviceOptions(device="cuda:7"), quiet)
 
 
 def test_the_bytes_that_a_refusal_asks_for_are_enough(folder: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
         ('{"model_type": "never_heard_of"}', "model_type 'never_heard_of' is unknown"),
         ('{"model_type": ["llama"]}', "model_type ['llama'] is unknown"),
         ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
+        ("[" * 100_000, "config.json is not JSON (maximum recursion depth"),
     ],
 )
 def test_a_broken_configuration(llama_copy: Path, text: str, reason: str) -> None:
@@ -111,6 +112,20 @@ def test_a_flipped_byte_in_the_header(llama_copy: Path, position: int) -> None:
     assert "cannot load the weights" in refusal(llama_copy)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": []}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_header_of_other_things(llama_copy: Path, header: str) -> None:
+    data = header.encode()
+    (llama_copy / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    assert "model.safetensors is damaged: its header makes no sense" in refusal(llama_copy)
+
+
 def test_no_weights(llama_copy: Path) -> None:
     (llama_copy / "model.safetensors").unlink()
     assert "cannot load the weights: no model.safetensors" in refusal(llama_copy)
@@ -138,7 +153,9 @@ def test_a_truncated_shard(llama_copy: Path) -> None:
     assert f"{files[1].name} is truncated" in refusal(llama_copy)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"a": 5}}', "[" * 100_000]
+)
 def test_a_damaged_index(llama_copy: Path, text: str) -> None:
     shard(llama_copy)
     (llama_copy / "model.safetensors.index.json").write_text(text)
@@ -150,6 +167,17 @@ def test_weights_of_another_shape(llama_copy: Path) -> None:
     reason = refusal(llama_copy)
     assert "model.layers.0.mlp.down_proj.weight is of shape (16, 16)" in reason
     assert "the configuration wants (16, 24) (and 5 more)" in reason
+
+
+@pytest.mark.parametrize("eos", ['"x"', "[1, null]", "2.5", "true"])
+def test_an_end_of_text_that_is_no_token(llama_copy: Path, eos: str) -> None:
+    (llama_copy / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    assert refusal(llama_copy).startswith("eos_token_id is ")
+
+
+def test_no_layers(llama_copy: Path) -> None:
+    edit(llama_copy, num_hidden_layers=0)
+    assert refusal(llama_copy).endswith("LlamaForCausalLM has 0 layers")
 
 
 def test_missing_weights_are_not_drawn_at_random(llama_copy: Path) -> None:
