@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from engine.blocks import BlockPool
 from engine.clock import Clock
@@ -21,6 +22,7 @@ from engine.request import FinishReason, Request, RequestPhase
 from engine.step import (
     AdmissionAction,
     EmittedToken,
+    Preemption,
     PromptScores,
     SampledToken,
     StepPlan,
@@ -107,13 +109,16 @@ class EngineLoop:
         # streams see.
         now = self._clock.now()
         started_at = now if self._previous_end_at is None else self._previous_end_at
+        # Counted first: who is to end was handed in before, so it is among the arrivals by now.
+        num_endings = len(self._endings)
         self._take_arrivals()
-        self._apply_endings(now)
+        self._apply_endings(num_endings, now)
         plan = self._planner.plan(self._view(now)) if self._requests else StepPlan()
         planned_at = self._clock.now()
         self._apply_preemptions(plan)
         self._apply_admissions(plan, planned_at)
-        execution = self._execute(plan, planned_at)
+        plan, batch = self._prepare(plan, planned_at)
+        execution = execute(self._runner, plan, batch)
         executed_at = self._clock.now()
         tokens, scores = self._commit(execution, executed_at)
         return self._report(
@@ -137,8 +142,8 @@ class EngineLoop:
             self._by_phase[RequestPhase.WAITING][request.request_id] = request
             self._memory.watch(request)
 
-    def _apply_endings(self, now: float) -> None:
-        while self._endings:
+    def _apply_endings(self, num_endings: int, now: float) -> None:
+        for _ in range(num_endings):
             request_id, reason = self._endings.popleft()
             request = self._requests.get(request_id)
             if request is not None:
@@ -180,7 +185,11 @@ class EngineLoop:
             elif admission.action is AdmissionAction.ADMIT and request.admitted_at is None:
                 request.admitted_at = now
 
-    def _execute(self, plan: StepPlan, now: float) -> Execution:
+    def _prepare(self, plan: StepPlan, now: float) -> tuple[StepPlan, dict[str, Request]]:
+        """Start who starts and give everybody blocks; return what can be executed, and whose it is.
+
+        Whoever's copy on the host cannot be had back leaves the plan, preempted once more.
+        """
         num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
         if num_tokens > self._config.max_num_batched_tokens:
             raise PlanError(
@@ -204,13 +213,24 @@ class EngineLoop:
                 self._start(request, now)
                 starting.append(request)
         # What starters share is theirs before anybody's new blocks push it out of the cache.
-        for request in starting:
-            self._memory.bring_back(request)
+        lost = [request for request in starting if not self._memory.bring_back(request)]
+        if lost:
+            plan = self._without(plan, lost)
         for work in plan.work:
             self._memory.grow(batch[work.request_id], work.num_context_tokens)
         if len(self._by_phase[RequestPhase.RUNNING]) > self._config.max_num_seqs:
             raise PlanError(f"more than {self._config.max_num_seqs} running requests planned")
-        return execute(self._runner, plan, batch)
+        return plan, batch
+
+    def _without(self, plan: StepPlan, lost: Sequence[Request]) -> StepPlan:
+        """Put those whose KV is lost back to the preempted, and return the plan without them."""
+        for request in lost:
+            self._move(request, RequestPhase.PREEMPTED)
+            request.num_preemptions += 1
+        names = [request.request_id for request in lost]
+        work = tuple(work for work in plan.work if work.request_id not in names)
+        again = tuple(Preemption(name) for name in names)
+        return replace(plan, work=work, preemptions=(*plan.preemptions, *again))
 
     def _start(self, request: Request, now: float) -> None:
         if request.admitted_at is None:

@@ -7,12 +7,16 @@ or a method: plans do.
 
 from __future__ import annotations
 
+import logging
+
 from engine.blocks import BlockPool, num_blocks_for
 from engine.config import EngineConfig
-from engine.ports import ModelRunner
+from engine.ports import DeviceLostError, ModelRunner
 from engine.prefix import PrefixCache
 from engine.request import Request
 from engine.step import PreemptionMethod
+
+logger = logging.getLogger("paceline")
 
 
 class KvMemory:
@@ -70,17 +74,32 @@ class KvMemory:
         if not request.host_block_table:
             self._prefix.start(request)
 
-    def bring_back(self, request: Request) -> None:
-        """Copy a swapped request's KV to newly allocated blocks; nothing to do for others."""
+    def bring_back(self, request: Request) -> bool:
+        """Copy a swapped request's KV to newly allocated blocks; nothing to do for others.
+
+        False if the copy failed (no memory for it, say): then the KV is dropped, and the request
+        waits like one that was preempted to be computed again.
+        """
         if not request.host_block_table:
-            return
-        assert self._host is not None  # noqa: S101 - nothing is swapped without it
+            return True
         blocks = self._pool.allocate(len(request.host_block_table))
-        self._runner.swap_in(request.host_block_table, blocks)
+        try:
+            self._runner.swap_in(request.host_block_table, blocks)
+        except Exception as error:
+            self._pool.release(blocks)
+            if isinstance(error, DeviceLostError):
+                raise
+            logger.warning(
+                "%s is computed again: swapping in failed: %s", request.request_id, error
+            )
+            self._release_host(request)
+            self._drop(request)
+            return False
         request.block_table.extend(blocks)
         self._num_swapped += len(blocks)
         self._release_host(request)
         self._prefix.commit(request)
+        return True
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request the blocks that `num_tokens` tokens need; OutOfBlocksError if too few."""
@@ -95,24 +114,12 @@ class KvMemory:
     def preempt(self, request: Request, method: PreemptionMethod) -> None:
         """Take a request's blocks: its KV is dropped, or copied to the host first.
 
-        A swap without room on the host, or of nothing, is a drop.
+        A swap without room on the host, of nothing, or whose copy fails is a drop.
         """
-        num_blocks = num_blocks_for(request.num_computed_tokens, self._pool.block_size)
-        if method is PreemptionMethod.SWAP and 0 < num_blocks <= self.num_free_host_blocks:
-            assert self._host is not None  # noqa: S101 - it has free blocks
-            host_blocks = self._host.allocate(num_blocks)
-            try:
-                self._runner.swap_out(request.block_table[:num_blocks], host_blocks)
-            except BaseException:
-                self._host.release(host_blocks)
-                raise
-            request.host_block_table = host_blocks
-            self._num_swapped += num_blocks
+        if method is PreemptionMethod.SWAP and self._copy_out(request):
             self._prefix.release(request)
         else:
-            self._prefix.release(request)
-            request.num_computed_tokens = 0
-            self._prefix.watch(request)
+            self._drop(request)
 
     def forget_prefixes(self) -> None:
         """Nobody may begin with what is cached now: a row that is not finite came from somewhere,
@@ -121,15 +128,43 @@ class KvMemory:
         self._prefix.forget_names()
 
     def release_running(self, request: Request) -> None:
-        """A running request ends: its blocks are free again."""
+        """A running request ends: its blocks are free again, and host blocks that a lost device
+        did not bring back.
+        """
+        if request.host_block_table:
+            self._release_host(request)
         self._prefix.release(request)
 
     def release_waiting(self, request: Request) -> None:
         """A waiting or preempted request ends."""
         if request.host_block_table:
             self._release_host(request)
-        else:
-            self._prefix.unwatch(request)
+        self._prefix.unwatch(request)
+
+    def _copy_out(self, request: Request) -> bool:
+        """Copy a running request's KV to the host; False, and nothing changed, where it cannot."""
+        num_blocks = num_blocks_for(request.num_computed_tokens, self._pool.block_size)
+        if self._host is None or not 0 < num_blocks <= self._host.num_free:
+            return False
+        host_blocks = self._host.allocate(num_blocks)
+        try:
+            self._runner.swap_out(request.block_table[:num_blocks], host_blocks)
+        except Exception as error:
+            self._host.release(host_blocks)
+            if isinstance(error, DeviceLostError):
+                raise
+            logger.warning(
+                "%s is computed again: swapping out failed: %s", request.request_id, error
+            )
+            return False
+        request.host_block_table = host_blocks
+        self._num_swapped += num_blocks
+        return True
+
+    def _drop(self, request: Request) -> None:
+        self._prefix.release(request)
+        request.num_computed_tokens = 0
+        self._prefix.watch(request)
 
     def _release_host(self, request: Request) -> None:
         assert self._host is not None  # noqa: S101 - nothing is swapped without it

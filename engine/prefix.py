@@ -143,8 +143,8 @@ class PrefixCache:
         # Watchers by the name that would lengthen their match.
         self._expecting: dict[bytes, dict[Request, None]] = {}
         self._matches = _MatchForest()
-        # How many leading blocks of each running request have been through `commit`; no number
-        # reaches the one of a request that must not name any more.
+        # How many leading blocks of each running request have been through `commit` (0 on the
+        # host); no number reaches the one of a request that must not name any more.
         self._num_committed: dict[Request, int] = {}
         if is_enabled:
             pool.on_evict = self._on_evict
@@ -156,7 +156,7 @@ class PrefixCache:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody watches or runs, and nothing is kept of those who did."""
+        """Whether nobody watches, runs or is on the host, and nothing is kept of those who did."""
         return not (self._limits or self._expecting or self._matches or self._num_committed)
 
     def count_unheld(self, blocks: Sequence[int]) -> int:
@@ -199,8 +199,9 @@ class PrefixCache:
         return request.num_computed_tokens
 
     def unwatch(self, request: Request) -> None:
-        """End the watch and forget the match; nothing happens to a request that does not watch."""
+        """End the watch and forget the match, or what is known of a request on the host."""
         self._end_watch(request)
+        self._num_committed.pop(request, None)
 
     def commit(self, request: Request) -> None:
         """Name the blocks of a running request that its computed tokens have filled since the last
@@ -232,8 +233,8 @@ class PrefixCache:
     def forget_names(self) -> None:
         """Drop every name because what stands in the blocks is not to be trusted any more.
 
-        Whoever runs now keeps its blocks and names none until it has been released: what it
-        computes from here on depends on what it has.
+        Whoever runs now, or was moved to the host, keeps what it has and names nothing until that
+        is dropped: what it computes from here on depends on it.
         """
         self._num_committed = dict.fromkeys(self._num_committed, sys.maxsize)
         self._pool.forget_names()
@@ -241,12 +242,16 @@ class PrefixCache:
     def release(self, request: Request) -> None:
         """Give back the blocks of a running request and clear its table.
 
-        The last block goes first, so that it is evicted first. BlockAccountingError on a request
+        The last block goes first, so that it is evicted first. What is on the host already will
+        come back with its content, and with the doubts about it. BlockAccountingError on a request
         that watches: it holds none.
         """
         if request in self._limits:
             raise BlockAccountingError(f"{request.request_id} watches and holds no blocks")
-        self._num_committed.pop(request, None)
+        num_committed = self._num_committed.pop(request, 0)
+        if request.host_block_table and self._is_enabled:
+            # It comes back to other blocks, which have no names yet.
+            self._num_committed[request] = num_committed if num_committed == sys.maxsize else 0
         self._pool.release(reversed(request.block_table))
         request.block_table.clear()
 

@@ -166,7 +166,7 @@ class BlockMachine(RuleBasedStateMachine):
         running = self.having(RequestPhase.RUNNING)
         request = running[index % len(running)]
         request.move(RequestPhase.PREEMPTED)
-        if is_swapped and request not in self.spoilt:
+        if is_swapped:
             self.host[request] = [list(self.slots[block]) for block in request.block_table]
             request.host_block_table.extend(range(len(request.block_table)))
             self.cache.release(request)
@@ -216,6 +216,10 @@ class BlockMachine(RuleBasedStateMachine):
         self.cache.forget_names()
         self.slots = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.spoilt.update(self.having(RequestPhase.RUNNING))
+        # What was moved away may have been spoilt before.
+        self.spoilt.update(self.host)
+        for saved in self.host.values():
+            saved[:] = [[GARBAGE] * BLOCK_SIZE for _ in saved]
         assert self.pool.num_cached == 0
 
     @invariant()

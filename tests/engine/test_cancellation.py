@@ -170,3 +170,24 @@ def test_a_stop_string_ends_a_request_like_any_other_ending() -> None:
     engine.run()
     assert victim.finish_reason is FinishReason.STOP
     engine.assert_idle()
+
+
+def test_who_is_cancelled_while_the_loop_looks_at_arrivals_is_not_missed() -> None:
+    """Another thread may hand a request in and take it back between two lines of the loop."""
+    engine = make_engine()
+    victim = make_request("victim", PROMPT, 30)
+    engine.loop.submit(make_request("other", PROMPT, NUM_NEW))
+    take_arrivals = engine.loop._take_arrivals
+
+    def interrupted() -> None:
+        take_arrivals()
+        if not engine.reports:
+            engine.loop.submit(victim)
+            engine.loop.finish("victim", FinishReason.CANCELLED)
+
+    engine.loop._take_arrivals = interrupted  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.step()
+    assert victim.finish_reason is FinishReason.CANCELLED
+    engine.run()
+    engine.assert_idle()

@@ -64,6 +64,41 @@ def test_a_request_that_came_back_before_names_were_forgotten_names_none() -> No
     assert matches(rig.arrive(TEN)) == [0]
 
 
+@pytest.mark.parametrize("is_swapped_first", [False, True])
+def test_a_request_that_was_on_the_host_brings_its_doubts_back(is_swapped_first: bool) -> None:
+    """Names were forgotten because blocks may be spoilt: a copy of them may be spoilt as well."""
+    rig = Rig()
+    request = rig.arrive(TEN)
+    rig.run(request)
+    request.output_token_ids.append(10)
+    if not is_swapped_first:
+        rig.cache.forget_names()
+    request.host_block_table = [0, 1, 2]
+    rig.cache.release(request)
+    if is_swapped_first:
+        rig.cache.forget_names()
+    request.block_table.extend(rig.pool.allocate(3))
+    request.host_block_table.clear()
+    rig.cache.commit(request)
+    rig.compute(request, 1)
+    assert matches(rig.arrive(TEN)) == [0]
+    # Dropped, it is computed anew and may be shared again.
+    rig.preempt(request)
+    rig.run(request)
+    assert matches(rig.arrive(TEN)) == [2]
+
+
+def test_nothing_is_kept_of_who_ends_on_the_host() -> None:
+    rig = Rig()
+    request = rig.arrive(TEN)
+    rig.run(request)
+    request.host_block_table = [0, 1, 2]
+    rig.cache.release(request)
+    assert not rig.cache.is_idle
+    rig.cache.unwatch(request)
+    assert rig.cache.is_idle
+
+
 def test_mistakes_in_the_books_are_bugs() -> None:
     rig = Rig()
     rig.remember(TEN)

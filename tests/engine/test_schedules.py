@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.ports import EngineView
+from engine.ports import DeviceLostError, EngineView
 from engine.request import FinishReason, Request, RequestPhase
 from engine.step import AdmissionAction, Preemption, PreemptionMethod, StepPlan, StepWork
 from tests.engine.shadow import (
@@ -92,18 +92,51 @@ def test_a_swap_without_room_on_the_host_is_a_drop() -> None:
     assert all(report.num_swapped_blocks == 0 for report in engine.reports)
 
 
-def test_a_swap_that_fails_is_fatal_and_keeps_the_books() -> None:
-    engine = make_engine(Scripted(64, preempting({3: SWAP})), num_host_blocks=12)
-    submit_three(engine)
-
-    def broken(blocks: object, host_blocks: object) -> None:
-        raise RuntimeError("no copy")
-
-    engine.runner.swap_out = broken  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="no copy"):
+@pytest.mark.parametrize("is_prefix_cache_enabled", [False, True])
+@pytest.mark.parametrize("copy", ["swap_out", "swap_in"])
+def test_a_swap_that_fails_computes_again(
+    copy: str, is_prefix_cache_enabled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step_no in range(2, 9):
+        engine = make_engine(
+            Scripted(6, preempting({step_no: SWAP})),
+            num_host_blocks=12,
+            is_prefix_cache_enabled=is_prefix_cache_enabled,
+        )
+        requests = submit_three(engine)
+        caplog.clear()
+        break_copies(engine, copy, RuntimeError("no memory"))
         engine.run()
-    assert len(engine.loop.abort("no copy")) == 3
+        check(requests)
+        assert "victim is computed again" in caplog.text
+        assert "no memory" in caplog.text
+        # What could not come back was preempted once more, and the reports say so.
+        preempted = [p for report in engine.reports for p in report.plan.preemptions]
+        assert len(preempted) == requests[1].num_preemptions == (2 if copy == "swap_in" else 1)
+        assert preempted[-1].method is (DROP if copy == "swap_in" else SWAP)
+        engine.assert_idle()
+        assert engine.loop._memory._prefix.is_idle
+
+
+@pytest.mark.parametrize("copy", ["swap_out", "swap_in"])
+def test_a_device_that_is_lost_in_a_copy_is_fatal_and_keeps_the_books(copy: str) -> None:
+    engine = make_engine(Scripted(64, preempting({3: SWAP})), num_host_blocks=12)
+    requests = submit_three(engine)
+    break_copies(engine, copy, DeviceLostError("gone"))
+    with pytest.raises(DeviceLostError, match="gone"):
+        engine.run()
+    assert len(engine.loop.abort("gone")) == 3
+    assert all(request.finish_reason is FinishReason.ERROR for request in requests)
     assert engine.pool.num_used == 0
+    assert engine.loop._memory.num_host_blocks_used == 0
+    assert engine.loop._memory._prefix.is_idle
+
+
+def break_copies(engine: ShadowEngine, name: str, error: Exception) -> None:
+    def broken(blocks: object, host_blocks: object) -> None:
+        raise error
+
+    setattr(engine.runner, name, broken)
 
 
 def test_a_swapped_request_keeps_its_place_while_others_use_its_blocks() -> None:
