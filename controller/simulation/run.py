@@ -1,0 +1,283 @@
+"""`simulate`: one workload, one policy, one machine, on virtual time.
+
+Owns the wiring of a simulation: the production loop, planner, cost model and listeners, with a
+simulated runner and clock. Must not hold a scheduling decision of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, Protocol
+
+from controller.policy.lengths import OutputLengths
+from controller.policy.policies import make_planner
+from controller.policy.settings import PolicyConfig
+from controller.policy.slo import SloClass
+from controller.runtime.feedback import Learner, PromiseKeeper, Teacher
+from controller.runtime.warmup import run_sweep
+from controller.simulation.hardware import Device, HardwareProfile
+from controller.simulation.oracle import OracleModel
+from controller.simulation.population import Population, PopulationRunner
+from controller.simulation.records import Recorder, SimulationResult
+from controller.workload.arrivals import Workload
+from costmodel.base import CostModel
+from costmodel.features import StepFeatures
+from costmodel.hygiene import RejectReason
+from costmodel.prior import fit_prior, sweep_plan
+from engine.blocks import BlockPool
+from engine.clock import Clock, MonotonicClock, VirtualClock
+from engine.config import EngineConfig
+from engine.loop import EngineLoop
+from engine.ports import EngineView, Planner
+from engine.step import StepPlan
+
+Progress = Callable[[int, int], None]
+"""Called with (requests ended, requests in all), now and then and at the end."""
+LearnerKind = Literal["learned", "prior", "oracle"]
+LEARNERS: Final[tuple[LearnerKind, ...]] = ("learned", "prior", "oracle")
+
+# As the service does where a pass finds nothing to do although somebody waits.
+_RETRY_S: Final = 0.05
+_MAX_IDLE_S: Final = 3600.0
+_MAX_PASSES_AT_ONCE: Final = 10_000
+# The warm-up of a server that loads a model.
+_LONGEST_WARMUP_CHUNK: Final = 512
+_LONGEST_WARMUP_CONTEXT: Final = 2048
+_PROGRESS_STEPS: Final = 256
+
+
+class SimulationError(Exception):
+    """A simulation cannot go on; the message says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """Everything about a simulation but its workload, policy and machine.
+
+    `engine` None takes limits that suit the machine's pool. `classes` stand beside `default`, which
+    has no targets unless one of them is called so. `learner`: `learned` starts from a timed warm-up
+    and learns from every step, as the service does; `prior` keeps what the warm-up told; `oracle`
+    knows the machine's formula. `max_tokens` is what clients ask for (answers end by themselves, at
+    a length that no planner sees); None lets them ask for exactly what they get.
+    ValueError names the field.
+    """
+
+    engine: EngineConfig | None = None
+    classes: tuple[SloClass, ...] = ()
+    default_class: str = "default"
+    seed: int = 0
+    learner: LearnerKind = "learned"
+    planner: PolicyConfig = field(default_factory=PolicyConfig)
+    max_tokens: int | None = 2048
+
+    def __post_init__(self) -> None:
+        """Check names and bounds."""
+        if self.learner not in LEARNERS:
+            raise ValueError(f"learner must be one of {', '.join(LEARNERS)}, got {self.learner!r}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.default_class not in self.classes_by_name:
+            raise ValueError(f"default_class: no class {self.default_class!r}")
+
+    @property
+    def classes_by_name(self) -> dict[str, SloClass]:
+        """Classes by name; `default` is always there."""
+        return {"default": SloClass("default")} | {each.name: each for each in self.classes}
+
+
+def engine_for(hardware: HardwareProfile, **changes: int | bool) -> EngineConfig:
+    """Return the engine's limits on that machine; `changes` replace fields of `EngineConfig`."""
+    block_size = int(changes.get("block_size", 16))
+    num_blocks = int(changes.get("num_blocks", max(1, hardware.num_pool_tokens // block_size)))
+    limits: dict[str, int | bool] = {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_model_len": min(131_072, num_blocks * block_size),
+        "max_num_seqs": 128,
+    }
+    return EngineConfig(**(limits | changes))  # type: ignore[arg-type]  # checked by the class
+
+
+class PlannerParts(NamedTuple):
+    """What a planner that has no name may be made of."""
+
+    config: PolicyConfig
+    cost_model: CostModel
+    output_lengths: OutputLengths
+
+
+PlannerFactory = Callable[[PlannerParts], Planner]
+
+
+class _Model(CostModel, Learner, Protocol):
+    """A cost model that the feedback can teach."""
+
+    @property
+    def version(self) -> int: ...
+
+
+class TimedPlanner:
+    """Wraps a planner and keeps how long each call really took, in seconds."""
+
+    def __init__(self, planner: Planner, clock: Clock) -> None:
+        self._planner = planner
+        self._clock = clock
+        self.seconds = array("d")
+
+    def plan(self, view: EngineView) -> StepPlan:
+        """Return the planner's plan."""
+        started_at = self._clock.now()
+        plan = self._planner.plan(view)
+        self.seconds.append(self._clock.now() - started_at)
+        return plan
+
+
+def simulate(
+    workload: Workload,
+    policy: str | PlannerFactory,
+    hardware: HardwareProfile,
+    config: SimulationConfig | None = None,
+    progress: Progress | None = None,
+    *,
+    policy_name: str | None = None,
+) -> SimulationResult:
+    """Run the workload to its end and return what became of every request.
+
+    `policy` is a name (ValueError if there is none) or what makes a planner. ValueError names an
+    unknown class of the workload. SimulationError if a policy finds nothing to do for requests that
+    wait.
+    """
+    config = SimulationConfig() if config is None else config
+    name = policy_name or (policy if isinstance(policy, str) else "custom")
+    engine = engine_for(hardware) if config.engine is None else config.engine
+    known = config.classes_by_name
+    for arrival in workload.arrivals:
+        if arrival.slo_class is not None and arrival.slo_class not in known:
+            raise ValueError(
+                f"workload {workload.name!r} names class {arrival.slo_class!r};"
+                f" known: {', '.join(sorted(known))}"
+            )
+    clock, wall = VirtualClock(), MonotonicClock()
+    wall_started_at = wall.now()
+    model = _cost_model(hardware, engine, config)
+    lengths = OutputLengths()
+    swap_block_s = hardware.swap_block_s if engine.num_host_blocks else None
+    planner = TimedPlanner(
+        make_planner(
+            policy,
+            model,
+            lengths,
+            config.planner,
+            model_version=lambda: model.version,
+            swap_block_s=swap_block_s,
+        )
+        if isinstance(policy, str)
+        else policy(PlannerParts(config.planner, model, lengths)),
+        wall,
+    )
+    population = Population(known, config.default_class, config.max_tokens)
+    recorder = Recorder(population.output_lengths)
+    taught: Learner = _Deaf() if config.learner == "prior" else model
+    loop = EngineLoop(
+        planner,
+        PopulationRunner(
+            clock,
+            Device(hardware, config.seed),
+            population.output_lengths,
+            hardware.swap_block_s,
+        ),
+        BlockPool(engine.num_blocks, engine.block_size),
+        engine,
+        clock,
+        (PromiseKeeper(), Teacher(taught, lengths), recorder),
+    )
+    _drive(loop, clock, workload, population, recorder, progress)
+    quality = model.quality()
+    return SimulationResult(
+        workload=workload.name,
+        policy=name,
+        hardware=hardware.name,
+        seed=config.seed,
+        offered_rate=workload.rate,
+        requests=tuple(sorted(recorder.requests, key=lambda record: record.index)),
+        steps=recorder.summary(planner.seconds, quality.mape, quality.coverage),
+        event_hash=recorder.event_hash,
+        wall_s=wall.now() - wall_started_at,
+    )
+
+
+def _drive(
+    loop: EngineLoop,
+    clock: VirtualClock,
+    workload: Workload,
+    population: Population,
+    recorder: Recorder,
+    progress: Progress | None,
+) -> None:
+    """Hand in arrivals when they are due and step until all have ended."""
+    arrivals = workload.arrivals
+    total, index, num_idle, num_passes = len(arrivals), 0, 0, 0
+    while True:
+        # Arrivals of a step that is under way are taken at the next one, as from a client.
+        while index < total and arrivals[index].at_s <= clock.now():
+            loop.submit(population.request(arrivals[index], index))
+            index += 1
+        before = clock.now()
+        report = loop.step()
+        num_passes += 1
+        if report is not None:
+            if clock.now() > before:
+                num_idle = 0
+                if progress is not None and num_passes % _PROGRESS_STEPS == 0:
+                    progress(len(recorder.requests), total)
+                continue
+        elif not loop.has_work:
+            if index >= total:
+                break
+            clock.advance(arrivals[index].at_s - clock.now())
+            continue
+        else:
+            # Whoever waits is looked at again after a while, or when somebody else comes.
+            until_next = arrivals[index].at_s - clock.now() if index < total else _RETRY_S
+            clock.advance(min(_RETRY_S, max(until_next, 0.0)))
+        num_idle += 1
+        if num_idle > _MAX_PASSES_AT_ONCE + _MAX_IDLE_S / _RETRY_S:
+            raise SimulationError(
+                f"the policy finds no work for {loop.num_unfinished} requests that wait"
+            )
+    if progress is not None:
+        progress(total, total)
+
+
+def _cost_model(
+    hardware: HardwareProfile, engine: EngineConfig, config: SimulationConfig
+) -> _Model:
+    """Return the model that the planner asks: the truth, or what a warm-up tells of it."""
+    if config.learner == "oracle":
+        return OracleModel(hardware)
+    clock = VirtualClock()
+    # The warm-up's noise is its own: the workload's begins at the same place for every learner.
+    runner = PopulationRunner(clock, Device(hardware, config.seed + (1 << 32)), {})
+    shapes = sweep_plan(
+        min(engine.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
+        engine.max_num_seqs,
+        min(engine.max_model_len, _LONGEST_WARMUP_CONTEXT),
+    )
+    return fit_prior(run_sweep(runner, engine, clock, shapes))
+
+
+class _Deaf:
+    """Takes every lesson and keeps none: the learner that `prior` teaches instead of the model."""
+
+    num_drift_alarms = 0
+
+    def observe(self, features: StepFeatures, latency_s: float) -> bool:
+        """Forget it."""
+        return False
+
+    def reject(self, reason: RejectReason) -> None:
+        """Forget it."""
