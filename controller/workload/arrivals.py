@@ -16,6 +16,7 @@ import numpy as np
 
 # Beyond any context: a number above it is a slip (bytes, an instant, a typing error).
 MAX_LENGTH_TOKENS: Final = 10**9
+MAX_PREFIX_ID: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Arrival:
             raise ValueError(
                 f"slo_class must be a name without spaces around it, or None, got {name!r}"
             )
+        if not all(type(block) is int and 0 <= block < MAX_PREFIX_ID for block in self.prefix_ids):
+            raise ValueError(f"prefix_ids must be integers in [0, 2^63), got {self.prefix_ids!r}")
         if len(self.prefix_ids) > -(-self.num_prompt_tokens // self.prefix_block_tokens):
             raise ValueError(
                 f"prefix_ids names {len(self.prefix_ids)} blocks of {self.prefix_block_tokens} "

@@ -54,7 +54,7 @@ def shares_of(name: str, mix: Mapping[str, float]) -> tuple[tuple[str, ...], tup
         raise ValueError(f"{name} must name at least one class")
     for key, share in mix.items():
         check_not_negative(f"{name}[{key!r}]", share)
-    total = math.fsum(mix.values())
+    total = sum(mix.values())
     if not 0.0 < total < math.inf:
         raise ValueError(f"{name} must have a share above 0, got {dict(mix)!r}")
     return tuple(mix), tuple(share / total for share in mix.values())

@@ -106,8 +106,8 @@ def square_wave(
     check_positive("duration_s", duration_s)
     if not phases:
         raise ValueError("phases must not be empty")
-    cycle_s = math.fsum(phase.duration_s for phase in phases)
-    per_cycle = math.fsum(phase.rate * phase.duration_s for phase in phases)
+    cycle_s = sum(phase.duration_s for phase in phases)
+    per_cycle = sum(phase.rate * phase.duration_s for phase in phases)
     _check_size(per_cycle * max(1.0, duration_s / cycle_s), "rate · duration_s")
     _check_size(len(phases) * duration_s / cycle_s, "the number of phases")
     arrivals: list[Arrival] = []

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import BinaryIO, Final
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
@@ -46,7 +47,8 @@ def read_lines(path: Path) -> Generator[str, None, None]:
     """
     number = 0
     try:
-        with _open(path) as file:
+        with ExitStack() as stack:
+            file = _open(path, stack)
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(raw) > MAX_LINE_BYTES:
@@ -64,11 +66,12 @@ def read_lines(path: Path) -> Generator[str, None, None]:
         raise TraceError(path, f"cannot be read: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        is_compressed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    # The two classes share all that is used here, but no type.
-    return cast("IO[bytes]", gzip.open(path, "rb")) if is_compressed else path.open("rb")
+def _open(path: Path, stack: ExitStack) -> BinaryIO | gzip.GzipFile:
+    # Opened once and never rewound: a pipe is as good as a file.
+    file = stack.enter_context(path.open("rb"))
+    if not file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+        return file
+    return stack.enter_context(gzip.GzipFile(fileobj=file, mode="rb"))
 
 
 def _decode(path: Path, raw: bytes, number: int) -> str:

@@ -10,13 +10,16 @@ import csv
 import gzip
 import io
 import json
+import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
 from controller.workload.arrivals import Arrival, Workload, sorted_workload
+from controller.workload.draws import check_not_negative
 from controller.workload.trace_formats import (
     LAYOUTS,
     MOONCAKE_QUANTUM_S,
@@ -30,6 +33,8 @@ from controller.workload.transforms import jitter
 __all__ = ["MOONCAKE_QUANTUM_S", "TraceError", "TraceFormat", "read_trace", "write_trace"]
 
 _DEFAULT_BLOCK_TOKENS: Final = Arrival(0.0, 1, 1).prefix_block_tokens
+# The published ticks are up to 3 ms off.
+_TICK_TOLERANCE_S: Final = 0.01
 _NAME_SUFFIXES: Final = {".gz", ".csv", ".jsonl", ".json", ".txt"}
 
 # A row with its line number, every cell by its column's name.
@@ -55,8 +60,8 @@ def read_trace(
 
     `max_requests` reads the first so many rows only. `sort` accepts rows in any order. `jitter_s`
     seconds, uniformly from `seed`, are added to every arrival; None adds 3 s where a Mooncake
-    file's times are all whole ticks of 3 s (then they are known no better than that, and replayed
-    as they stand they would arrive in bursts that never were), and nothing elsewhere.
+    file's times are all ticks of 3 s, give or take 10 ms (then they are known no better than that,
+    and replayed as they stand they would arrive in bursts that never were), and nothing elsewhere.
 
     TraceError names file, line and column; ValueError names a wrong argument.
     """
@@ -64,13 +69,12 @@ def read_trace(
     wanted = _trace_format(format)
     if max_requests is not None and max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")
-    # Blank lines at the beginning belong to the line numbers, so that reading starts anew.
-    with closing(read_lines(path)) as lines:
-        first = next((line for line in lines if line.strip()), None)
-    if first is None:
-        raise TraceError(path, "is empty")
-    layout = LAYOUTS[_detect(path, first) if wanted is TraceFormat.AUTO else wanted]
-    with closing(read_lines(path)) as lines:
+    if jitter_s is not None:
+        check_not_negative("jitter_s", jitter_s)
+    with closing(read_lines(path)) as rest:
+        head = _head(path, rest)
+        layout = LAYOUTS[_detect(path, head[-1]) if wanted is TraceFormat.AUTO else wanted]
+        lines = chain(head, rest)
         cells = _json_cells(path, lines) if layout.is_json else _table_cells(path, lines, layout)
         rows = islice(_rows(path, cells, layout), max_requests)
         arrivals, is_quantised = _arrivals(path, rows, layout, sort)
@@ -122,6 +126,16 @@ def _name_of(path: Path) -> str:
     return stem.name
 
 
+def _head(path: Path, lines: Iterator[str]) -> list[str]:
+    """Return the first line that is not blank, with those before it: they count in an error."""
+    head = []
+    for line in lines:
+        head.append(line)
+        if line.strip():
+            return head
+    raise TraceError(path, "is empty")
+
+
 def _detect(path: Path, first: str) -> TraceFormat:
     """Choose the format whose required columns the first line has."""
     if first.lstrip().startswith("{"):
@@ -136,7 +150,11 @@ def _detect(path: Path, first: str) -> TraceFormat:
         if layout.is_json == first.lstrip().startswith("{") and layout.time_column in names:
             return layout.format
     expected = "; ".join(f"{x.format}: {', '.join(x.required_names)}" for x in LAYOUTS.values())
-    raise TraceError(path, f"is in no known format; columns or keys must be one of {expected}")
+    raise TraceError(
+        path,
+        f"is in no known format: it begins with {reprlib.repr(first.strip())}, and columns or keys "
+        f"must be one of {expected}",
+    )
 
 
 def _table_cells(path: Path, lines: Iterator[str], layout: Layout) -> _Cells:
@@ -164,7 +182,8 @@ def _json_cells(path: Path, lines: Iterator[str]) -> _Cells:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            # Without its end, or an object that is cut off would be wrong "in the next line".
+            value = json.loads(line.rstrip("\r\n"))
         except json.JSONDecodeError as error:
             raise TraceError(
                 path, f"is no JSON: {error.msg}", line=number, column=f"{error.colno} (character)"
@@ -220,7 +239,7 @@ def _rows(path: Path, cells: _Cells, layout: Layout) -> Iterator[tuple[int, Trac
 def _arrivals(
     path: Path, rows: Iterator[tuple[int, TraceRow]], layout: Layout, sort: bool
 ) -> tuple[list[Arrival], bool]:
-    """Return the arrivals in the file's order, and whether their times are whole Mooncake ticks."""
+    """Return the arrivals in the file's order, and whether their times are Mooncake's ticks."""
     read = list(rows) if sort else list(_in_order(path, rows, layout))
     if not read:
         raise TraceError(path, "holds no request")
@@ -233,9 +252,16 @@ def _arrivals(
             arrivals.append(Arrival((row.ticks - origin) / layout.ticks_per_s, *row[1:]))
         except ValueError as error:
             raise TraceError(path, str(error), line=line) from error
-    quantum = MOONCAKE_QUANTUM_S * layout.ticks_per_s
-    is_quantised = all(row.ticks % quantum == 0 for _, row in read)
-    return arrivals, is_quantised and any(row.ticks != earliest for _, row in read)
+    return arrivals, _is_quantised(arrivals)
+
+
+def _is_quantised(arrivals: Sequence[Arrival]) -> bool:
+    """Whether all times are ticks of Mooncake's quantum, and not only one of them."""
+    ticks = {round(arrival.at_s / MOONCAKE_QUANTUM_S) for arrival in arrivals}
+    return len(ticks) > 1 and all(
+        abs(math.remainder(arrival.at_s, MOONCAKE_QUANTUM_S)) <= _TICK_TOLERANCE_S
+        for arrival in arrivals
+    )
 
 
 def _in_order(
