@@ -86,7 +86,9 @@ class LogitChanges:
         self.bias_ids = np.array(list(bias), dtype=np.int64)
         self.bias = np.array(list(bias.values()), dtype=np.float64)
         stops = sorted({i for i in params.stop_token_ids if 0 <= i < vocab_size})
-        self._stop_ids = np.array(stops if params.min_tokens > 0 else (), dtype=np.int64)
+        # Where every token is a stop there is nothing else to say: none ends anything until then.
+        is_masked = params.min_tokens > 0 and len(stops) < vocab_size
+        self._stop_ids = np.array(stops if is_masked else (), dtype=np.int64)
         self._no_ids = np.empty(0, dtype=np.int64)
 
     @property
@@ -161,8 +163,11 @@ def _apply_penalties(
     minus = presence * (count > 0) + frequency * count
     factor, minus_ = to_device(np.stack((repetition, minus)), flat.device)
     place = to_device(index, flat.device)
-    value = flat[place].double()
-    value = torch.where(value > 0, value / factor, value * factor) - minus_
+    before = flat[place].double()
+    value = torch.where(before > 0, before / factor, before * factor) - minus_
+    # However strong a penalty, a sound logit must not come to look like a broken model's.
+    most = torch.finfo(flat.dtype).max
+    value = torch.where(torch.isfinite(before), value.clamp(-most, most), value)
     flat[place] = value.to(flat.dtype)
 
 

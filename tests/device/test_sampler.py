@@ -105,11 +105,33 @@ def test_a_negative_logit_is_multiplied_by_the_repetition_penalty() -> None:
     assert token.token_id == 8
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_no_penalty_makes_a_sound_model_look_broken(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.zeros(2, 8, dtype=dtype)
+    logits[0, 3], logits[1, 3] = 9.0, math.nan
+    tokens = Sampler(seed=0).sample(
+        logits,
+        [
+            make(name, (3,), temperature=temperature, repetition_penalty=1e-320, num_logprobs=0)
+            for name in "ab"
+        ],
+    )
+    assert (tokens[0].token_id, tokens[0].failure) == (3, None)
+    assert tokens[1].failure == NOT_FINITE
+
+
 def test_no_stop_token_before_min_tokens() -> None:
     sampling: dict[str, Any] = {"stop_token_ids": (17, VOCAB_SIZE + 5), "min_tokens": 1}
     logits = flat_with({17: 3.0, 4: 2.0}, rows=2)
     chosen = Sampler().sample(logits, [make("a", **sampling), make("b", output=(1,), **sampling)])
     assert [token.token_id for token in chosen] == [4, 17]
+
+
+def test_where_every_token_is_a_stop_something_is_said_all_the_same() -> None:
+    stops = tuple(range(VOCAB_SIZE))
+    (token,) = Sampler().sample(flat_with({17: 3.0}), [make(stop_token_ids=stops, min_tokens=5)])
+    assert (token.token_id, token.failure) == (17, None)
 
 
 def test_logprobs_are_the_models_own_before_penalties() -> None:
