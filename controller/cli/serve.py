@@ -92,7 +92,9 @@ def _fail(message: str) -> typing.NoReturn:
 def _listen(settings: Settings) -> socket.socket:
     """Bind before loading anything: a taken port should not cost a minute."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol by name: asyncio sets TCP_NODELAY only where it is told that this is TCP, and
+    # without it a stream's events wait for acknowledgements, up to 40 ms each.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from controller.cli.main import app
+from controller.cli.serve import _listen
 from controller.config import Settings
 from tests.tiny_llama import save_tiny_llama
 
@@ -39,6 +41,26 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         assert name in text
     assert "(default: 8000)" in text
     assert "(default: sqlite:///paceline.db)" in text
+
+
+def test_events_do_not_wait_for_acknowledgements() -> None:
+    # With Nagle's algorithm every small write on a connection in use may take 40 ms.
+    async def accepted_has_no_delay() -> bool:
+        listener = _listen(Settings(port=0))
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            option = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            found.set_result(bool(option))
+
+        async with await asyncio.start_server(on_client, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await asyncio.wait_for(found, 10)
+
+    assert asyncio.run(accepted_has_no_delay())
 
 
 def test_only_given_flags_override(monkeypatch: pytest.MonkeyPatch) -> None:
