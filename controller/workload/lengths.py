@@ -75,7 +75,10 @@ class LognormalLengths:
             check_positive(f"{kind}_p99", p99)
             if p99 < p50:
                 raise ValueError(f"{kind}_p99 must not be below {kind}_p50 = {p50}, got {p99}")
-            check_count(f"max_{kind}_tokens", getattr(self, f"max_{kind}_tokens"))
+            maximum = getattr(self, f"max_{kind}_tokens")
+            check_count(f"max_{kind}_tokens", maximum)
+            if p50 > maximum:
+                raise ValueError(f"{kind}_p50 must not exceed {maximum} tokens, got {p50}")
 
     def draw(self, rng: np.random.Generator, num_requests: int) -> tuple[IntArray, IntArray]:
         """Return lengths from two streams, so that a longer draw begins like a shorter one."""

@@ -255,6 +255,7 @@ def test_a_burst_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         (lambda: LognormalLengths(1, math.inf, 1, 1), "prompt_p99"),
         (lambda: LognormalLengths(1, 1, 5, 4), "output_p99 must not be below output_p50"),
         (lambda: LognormalLengths(1, 1, 1, 1, max_output_tokens=0), "max_output_tokens"),
+        (lambda: LognormalLengths(9, 9, 1, 1, max_prompt_tokens=8), "prompt_p50 must not exceed 8"),
         (lambda: TraceLengths(Workload("none", ())), "'none' holds no request"),
     ],
 )
