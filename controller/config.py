@@ -51,7 +51,10 @@ class Settings(BaseSettings):
     )
 
     model: str = _setting(
-        DEMO_MODEL, "a local directory or hub id in safetensors, or `demo`", _MODEL, min_length=1
+        DEMO_MODEL,
+        "a local directory, a GGUF file, a hub id in safetensors, or `demo`",
+        _MODEL,
+        min_length=1,
     )
     served_model_name: str | None = _setting(
         None, "name that clients use (default: `demo`, or MODEL as given)", _MODEL, min_length=1

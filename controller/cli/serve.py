@@ -42,7 +42,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="`demo`, a local directory or a hub id in safetensors. (default: demo)",
+            help="`demo`, a local directory, a GGUF file or a hub id. (default: demo)",
             show_default=False,
         ),
     ] = None,
