@@ -115,7 +115,7 @@ class EngineLoop:
         self._apply_endings(num_endings, now)
         plan = self._planner.plan(self._view(now)) if self._requests else StepPlan()
         planned_at = self._clock.now()
-        self._apply_preemptions(plan)
+        plan = self._apply_preemptions(plan)
         self._apply_admissions(plan, planned_at)
         plan, batch = self._prepare(plan, planned_at)
         execution = execute(self._runner, plan, batch)
@@ -168,13 +168,17 @@ class EngineLoop:
             num_holders=self._pool.num_references,
         )
 
-    def _apply_preemptions(self, plan: StepPlan) -> None:
+    def _apply_preemptions(self, plan: StepPlan) -> StepPlan:
+        """Let the victims give way; the plan that comes back says what became of their KV."""
+        done = []
         for preemption in plan.preemptions:
-            request = self._known(preemption.request_id)
+            request, method = self._known(preemption.request_id), preemption.method
             if request.phase is RequestPhase.RUNNING:
-                self._memory.preempt(request, preemption.method)
+                method = self._memory.preempt(request, method)
             self._move(request, RequestPhase.PREEMPTED)
             request.num_preemptions += 1
+            done.append(Preemption(request.request_id, method))
+        return replace(plan, preemptions=tuple(done)) if done else plan
 
     def _apply_admissions(self, plan: StepPlan, now: float) -> None:
         for admission in plan.admissions:
@@ -186,10 +190,7 @@ class EngineLoop:
                 request.admitted_at = now
 
     def _prepare(self, plan: StepPlan, now: float) -> tuple[StepPlan, dict[str, Request]]:
-        """Start who starts and give everybody blocks; return what can be executed, and whose it is.
-
-        Whoever's copy on the host cannot be had back leaves the plan, preempted once more.
-        """
+        """Start who starts, give everybody blocks; return what can be executed and whose it is."""
         num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
         if num_tokens > self._config.max_num_batched_tokens:
             raise PlanError(
@@ -214,8 +215,7 @@ class EngineLoop:
                 starting.append(request)
         # What starters share is theirs before anybody's new blocks push it out of the cache.
         lost = [request for request in starting if not self._memory.bring_back(request)]
-        if lost:
-            plan = self._without(plan, lost)
+        plan = self._without(plan, lost) if lost else plan
         for work in plan.work:
             self._memory.grow(batch[work.request_id], work.num_context_tokens)
         if len(self._by_phase[RequestPhase.RUNNING]) > self._config.max_num_seqs:
@@ -227,9 +227,9 @@ class EngineLoop:
         for request in lost:
             self._move(request, RequestPhase.PREEMPTED)
             request.num_preemptions += 1
-        names = [request.request_id for request in lost]
+        again = [Preemption(request.request_id) for request in lost]
+        names = {preemption.request_id for preemption in again}
         work = tuple(work for work in plan.work if work.request_id not in names)
-        again = tuple(Preemption(name) for name in names)
         return replace(plan, work=work, preemptions=(*plan.preemptions, *again))
 
     def _start(self, request: Request, now: float) -> None:

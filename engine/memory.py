@@ -111,15 +111,17 @@ class KvMemory:
         """Tell the prefix cache that more of a running request's tokens are computed."""
         self._prefix.commit(request)
 
-    def preempt(self, request: Request, method: PreemptionMethod) -> None:
+    def preempt(self, request: Request, method: PreemptionMethod) -> PreemptionMethod:
         """Take a request's blocks: its KV is dropped, or copied to the host first.
 
-        A swap without room on the host, of nothing, or whose copy fails is a drop.
+        Returns what was done: a swap without room on the host, of nothing, or whose copy fails is a
+        drop.
         """
         if method is PreemptionMethod.SWAP and self._copy_out(request):
             self._prefix.release(request)
-        else:
-            self._drop(request)
+            return PreemptionMethod.SWAP
+        self._drop(request)
+        return PreemptionMethod.RECOMPUTE
 
     def forget_prefixes(self) -> None:
         """Nobody may begin with what is cached now: a row that is not finite came from somewhere,
