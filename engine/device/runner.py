@@ -7,6 +7,7 @@ request or decide anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -23,11 +24,24 @@ from engine.request import Request
 from engine.step import SampledToken, StepOutput, StepPlan
 
 
+class StepSpan(Protocol):
+    """Hears when a step's inputs are queued on the device, and when its last copy back is."""
+
+    def begin(self) -> None:
+        """The inputs are queued; everything else follows."""
+        ...
+
+    def end(self) -> None:
+        """All is queued; the wait follows."""
+        ...
+
+
 class TorchRunner:
     """Implements `engine.ports.ModelRunner` on a torch device.
 
     With `graphs`, steps of decodes alone replay what is recorded here; one block more than
-    `num_blocks` is allocated, for the rows that pad a batch.
+    `num_blocks` is allocated, for the rows that pad a batch. `span` may be set to hear of a step's
+    two ends.
     """
 
     def __init__(
@@ -54,6 +68,7 @@ class TorchRunner:
         )
         self._inputs = InputBuilder(block_size, model.device, model.vocab_size)
         self._sampler = Sampler(seed)
+        self.span: StepSpan | None = None
         self._graphs, self._graphs_off = None, None
         if graphs is not None:
             self._graphs, self._graphs_off = make_graphs(
@@ -104,6 +119,8 @@ class TorchRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         inputs = self._inputs.build(plan, requests)
+        if self.span is not None:
+            self.span.begin()
         logits = self._logits(inputs)
         num_sampled = len(inputs.sample_ids)
         # Scores first: sampling may change the logits of its own rows, not of these.
@@ -111,7 +128,8 @@ class TorchRunner:
         sampled = [requests[request_id] for request_id in inputs.sample_ids]
         pending = self._sampler.start(logits[:num_sampled], sampled)
         fetched = pending.tensors
-        arrays = to_host([*fetched, *scores], self._model.device)
+        on_queued = None if self.span is None else self.span.end
+        arrays = to_host([*fetched, *scores], self._model.device, on_queued)
         tokens = self._sampler.finish(pending, arrays[: len(fetched)])
         if not scores:
             return StepOutput(tokens)

@@ -6,7 +6,7 @@ here is a view or a plain copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,26 @@ def to_device(array: AnyArray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[AnyArray]:
+def to_host(
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    on_queued: Callable[[], None] | None = None,
+) -> list[AnyArray]:
     """Start one copy per tensor, wait once for all that `device` was given to do, return arrays.
 
-    Waits also where `tensors` is empty: a step's time is that of its work.
+    Waits also where `tensors` is empty: a step's time is that of its work. `on_queued` is called
+    between the copies and the wait.
     """
+    on_queued = on_queued or (lambda: None)
     if device.type != "cuda":
-        return [tensor.detach().cpu().numpy() for tensor in tensors]
+        arrays = [tensor.detach().cpu().numpy() for tensor in tensors]
+        on_queued()
+        return arrays
     hosts = []
     for tensor in tensors:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         hosts.append(host.copy_(tensor, non_blocking=True))
+    on_queued()
     torch.cuda.current_stream(device).synchronize()
     return [host.numpy() for host in hosts]
 
