@@ -122,7 +122,8 @@ class Measures:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        return values | {name: list(values[name]) for name in ("classes", "deciles")}
 
 
 def measure(result: SimulationResult, hardware: HardwareProfile) -> Measures:
