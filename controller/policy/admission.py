@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from controller.policy.ordering import live_promise
+from controller.policy.facts import live_promise
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise
 from engine.blocks import num_blocks_for
@@ -96,26 +96,30 @@ def screen(
     requests go on to be judged; a new one beyond them is told to wait, without a prediction.
     `drain_s` predicts the seconds that a number of prompt tokens takes, for the retry-after.
     """
-    kept: list[RequestView] = []
+    kept = list(view.waiting)
+    new = [i for i, request in enumerate(kept) if request.admission is None]
+    if not new:
+        return kept[:max_judged], []
+    # Whoever stands before the first new one has been let in already.
+    arriving = kept[new[0] :]
+    del kept[new[0] :]
+    num_tokens = sum(request.num_prompt_tokens for request in kept)
     verdicts: list[Admission] = []
-    num_waiting = num_tokens = 0
-    for request in view.waiting:
+    for request in arriving:
         if request.admission is None:
             refusal = hard_refusal(request, view)
             if refusal is None:
                 refusal = _queue_refusal(
-                    request, view, num_waiting, num_tokens, max_waiting_tokens, drain_s
+                    request, view, len(kept), num_tokens, max_waiting_tokens, drain_s
                 )
             if refusal is not None:
                 verdicts.append(refusal)
                 continue
-        num_waiting += 1
         num_tokens += request.num_prompt_tokens
-        if num_waiting <= max_judged:
-            kept.append(request)
-        elif request.admission is None:
+        kept.append(request)
+        if len(kept) > max_judged and request.admission is None:
             verdicts.append(Admission(request.request_id, AdmissionAction.WAIT, QUEUED))
-    return kept, verdicts
+    return kept[:max_judged], verdicts
 
 
 def _queue_refusal(

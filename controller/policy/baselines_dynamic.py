@@ -22,7 +22,7 @@ from controller.policy.budget import (
     latency_curve,
     most_tokens_within,
 )
-from controller.policy.ordering import live_promise
+from controller.policy.facts import live_promise
 from costmodel.base import CostModel
 from engine.ports import EngineView, RequestView
 

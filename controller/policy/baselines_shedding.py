@@ -6,17 +6,18 @@ Owns the baseline that says what the budget alone is worth: whom not to serve is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from controller.policy.budget import WORST_S, DecodeLoad, latency_curve
+from controller.policy.facts import RunningTable
 from controller.policy.judging import Judged
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import NO_PREFILL, ZERO_TOKENS, Pacing
 from controller.policy.planner import Budget, Seated, SloPlanner
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
-from engine.ports import EngineView, RequestView
+from engine.ports import EngineView
 
 
 class SheddingPlanner(SloPlanner):
@@ -40,14 +41,15 @@ class SheddingPlanner(SloPlanner):
             replace(config, token_budget=token_budget), cost_model, output_lengths, model_version
         )
 
-    def _pace(self, now: float, decodes: Sequence[RequestView], load: DecodeLoad) -> Pacing:
-        decode_s = float(latency_curve(self._cost_model, load, NO_PREFILL, ZERO_TOKENS).mean_s[0])
+    def _pace(self, now: float, running: RunningTable) -> Pacing:
+        alone = latency_curve(self._cost_model, running.load, NO_PREFILL, ZERO_TOKENS)
         return Pacing(
             limit_s=WORST_S,
             upper_limit_s=WORST_S,
             period_s=WORST_S,
             gap_limit_s=WORST_S,
-            decode_s=decode_s,
+            decode_s=float(alone.mean_s[0]),
+            decode_upper_s=float(alone.upper_s[0]),
             tightest_id=None,
             slack_s=None,
             is_gap_limited=False,

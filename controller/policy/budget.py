@@ -20,6 +20,9 @@ from costmodel.features import NUM_FEATURES, FloatArray
 _GROWTH = 2.0**0.5
 # Linear candidates inside a bracket of that grid.
 _REFINED = 9
+# Candidates around a guess inside such a bracket.
+_STEPS = np.floor(2.0 ** np.arange(0.0, 12.0, 1.0))
+_AROUND = np.concatenate((-_STEPS[::-1], [0.0], _STEPS))
 # An infeasible latency: larger than any limit, yet finite, so that arithmetic stays finite.
 WORST_S = 1e9
 
@@ -31,23 +34,57 @@ class DecodeLoad(NamedTuple):
     context_tokens: int
 
 
-class PrefillLoad(NamedTuple):
+class PrefillLoad:
     """Prompt work in the order in which it is served: tokens left to compute, and tokens computed
     before, shape (n,).
+
+    `ends` are the running sums of `amounts`.
     """
 
-    amounts: FloatArray
-    past: FloatArray
+    __slots__ = ("_sums", "amounts", "ends", "past")
+
+    def __init__(self, amounts: FloatArray, past: FloatArray) -> None:
+        self.amounts = amounts
+        self.past = past
+        self.ends: FloatArray = amounts.cumsum()
+        self._sums: FloatArray | None = None
 
     @property
     def num_tokens(self) -> int:
         """All tokens of the work."""
-        return int(self.amounts.sum())
+        return int(self.ends[-1]) if self.ends.size else 0
 
     def head(self, num_tokens: int) -> PrefillLoad:
         """Return the pieces that a budget of `num_tokens` can reach."""
-        num_pieces = int(np.searchsorted(np.cumsum(self.amounts), num_tokens)) + 1
+        num_pieces = int(self.ends.searchsorted(num_tokens)) + 1
+        if num_pieces >= self.amounts.size:
+            return self
         return PrefillLoad(self.amounts[:num_pieces], self.past[:num_pieces])
+
+    def is_same(self, other: PrefillLoad) -> bool:
+        """Whether both hold the same work in the same order."""
+        return np.array_equal(self.amounts, other.amounts) and np.array_equal(self.past, other.past)
+
+    def fill_features(self, num_tokens: FloatArray, rows: FloatArray) -> None:
+        """Write what budgets of `num_tokens` (c,) compute, first come, first filled, into the
+        columns of `rows` (c, NUM_FEATURES) that say how the tokens are spread.
+        """
+        amounts, past, ends = self.amounts, self.past, self.ends
+        if self._sums is None:
+            # Σ chunk·past and Σ chunk² of the pieces before the k-th, k = 0 .. n.
+            sums = np.zeros((2, amounts.size + 1))
+            np.cumsum(amounts * past, out=sums[0, 1:])
+            np.cumsum(amounts * amounts, out=sums[1, 1:])
+            self._sums = sums
+        num_whole = ends.searchsorted(num_tokens, side="right")
+        # The piece that the budget ends in; beyond the last one nothing is left to compute.
+        piece = np.minimum(num_whole, amounts.size - 1)
+        chunk = np.minimum(num_tokens, ends[-1]) - (ends[piece] - amounts[piece])
+        chunk[num_whole == amounts.size] = 0.0
+        rows[:, 3] = self._sums[0, num_whole] + chunk * past[piece]
+        rows[:, 4] = self._sums[1, num_whole] + chunk * chunk
+        rows[:, 5] = num_whole + (chunk > 0.0)
+        rows[:, 6] = num_whole
 
 
 class LatencyCurve(NamedTuple):
@@ -85,8 +122,7 @@ def spread(num_tokens: FloatArray, load: PrefillLoad) -> FloatArray:
     """Return the chunks, shape (c, n), that budgets of `num_tokens` (c,) give to the ordered work:
     first come, first filled.
     """
-    ends = np.cumsum(load.amounts)
-    return np.clip(num_tokens[:, None] - (ends - load.amounts), 0.0, load.amounts)
+    return np.clip(num_tokens[:, None] - (load.ends - load.amounts), 0.0, load.amounts)
 
 
 def latency_curve(
@@ -103,12 +139,7 @@ def latency_curve(
     features[:, 1] = decodes.num_requests
     features[:, 2] = decodes.context_tokens
     if load.amounts.size:
-        chunks = spread(num_tokens, load)
-        features[:, 3] = chunks @ load.past
-        features[:, 4] = np.einsum("cn,cn->c", chunks, chunks)
-        features[:, 5] = np.count_nonzero(chunks, axis=1)
-        # A prompt whose last piece is computed goes through the model's head.
-        features[:, 6] = np.count_nonzero(chunks >= load.amounts, axis=1)
+        load.fill_features(num_tokens, features)
     mean_s, upper_s = cost_model.predict(features)
     mean_s = np.maximum.accumulate(made_safe(mean_s))
     return LatencyCurve(
@@ -132,28 +163,23 @@ def most_tokens_within(
 ) -> int:
     """N⁺: the most prompt tokens whose steered latency is at most `limit_s`; 0 if not one fits.
 
-    Two rounds of linear candidates inside the bracket that the curve gives leave an error of about
-    1/100 of the bracket.
+    One more call asks around the point that a straight line between the bracket's ends gives, ever
+    less finely away from it: exact where the model is straight, and never above the limit.
     """
     tokens, steered_s = curve.tokens, curve.steered_s(upper_share)
-    fits = int(np.searchsorted(steered_s, limit_s, side="right")) - 1
+    fits = int(steered_s.searchsorted(limit_s, side="right")) - 1
     if fits < 0:
         return 0
-    for _ in range(2):
-        if fits + 1 >= tokens.size:
-            break
-        low, high = tokens[fits], tokens[fits + 1]
-        if high - low < 2.0:
-            break
-        inner = np.arange(low, high, math.ceil((high - low) / _REFINED))
-        inside_s = latency_curve(cost_model, decodes, load, inner).steered_s(upper_share)
-        # The bracket's ends keep their verdict, whatever the model says of the inside.
-        low_s, high_s = steered_s[fits], steered_s[fits + 1]
-        tokens = np.append(inner, high)
-        steered_s = np.append(np.clip(inside_s, low_s, high_s), high_s)
-        steered_s[0] = low_s
-        fits = int(np.searchsorted(steered_s, limit_s, side="right")) - 1
-    return int(tokens[fits])
+    if fits + 1 >= tokens.size or tokens[fits + 1] - tokens[fits] < 2.0:
+        return int(tokens[fits])
+    low, high = float(tokens[fits]), float(tokens[fits + 1])
+    low_s, high_s = float(steered_s[fits]), float(steered_s[fits + 1])
+    guess = math.floor(low + (high - low) * (limit_s - low_s) / (high_s - low_s))
+    inner = np.minimum(np.maximum(guess + _AROUND, low), high)
+    inside_s = latency_curve(cost_model, decodes, load, inner).steered_s(upper_share)
+    # The bracket's lower end keeps its verdict, whatever the model says of the inside.
+    found = int(inside_s.searchsorted(limit_s, side="right")) - 1
+    return int(low if found < 0 else min(inner[found], high - 1.0))
 
 
 def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArray) -> int:
@@ -221,8 +247,8 @@ def settle_tokens(
     computed and N⁻ (`lower`) allows; other ends fall on a block boundary where that costs less than
     1/32 of the step.
     """
-    ends = np.cumsum(load.amounts)
-    piece = int(np.searchsorted(ends, num_tokens, side="left"))
+    ends = load.ends
+    piece = int(ends.searchsorted(num_tokens, side="left"))
     if piece >= ends.size or num_tokens == ends[piece]:
         return num_tokens
     end = int(ends[piece])

@@ -7,18 +7,35 @@ latency or know a deadline beyond the sort key that it is handed.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
+from controller.policy.facts import (
+    MAX_TOKENS,
+    NUM_PROMPT,
+    TPOT_S,
+    ClassNames,
+    IntArray,
+    RunningTable,
+    class_name,
+)
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
-from controller.policy.ordering import class_name, live_promise
+from controller.policy.on_time import Outlook
+from controller.policy.ordering import PrefillQueue
+from controller.policy.pacing import Pacing
 from controller.policy.streams import StreamRoom, paced_target_s
+from costmodel.features import FloatArray
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
 
 # A request preempted this often is spared as long as another victim is left.
 MAX_PREEMPTIONS = 3
+# Newcomers whose start is foreseen one by one.
+_FORESEEN = 64
 
 
 def split_running(
@@ -83,6 +100,7 @@ class Intake:
         "_headroom",
         "_ledger",
         "_lengths",
+        "_names",
         "_num_running",
         "_pace",
         "_reserve",
@@ -98,7 +116,8 @@ class Intake:
         self,
         view: EngineView,
         ledger: BlockLedger,
-        running: Sequence[RequestView],
+        running: RunningTable,
+        names: ClassNames,
         max_running: int,
         kv_reserve: float,
         lengths: OutputLengths,
@@ -111,6 +130,7 @@ class Intake:
         self._ledger = ledger
         self._lengths = lengths
         self._running = running
+        self._names = names
         self._num_running = len(running)
         self._seats = max_running - len(running)
         self._reserve = int(kv_reserve * view.num_total_blocks)
@@ -136,76 +156,117 @@ class Intake:
         """Free blocks that a newcomer is expected to take: none for what it shares."""
         return self._blocks(request) - self._ledger.shared(request)
 
+    def _expected_blocks(self, facts: FloatArray, num_output: FloatArray) -> FloatArray:
+        """`_blocks` of many requests, by their facts."""
+        view = self._view
+        usual = self._names.each(self._lengths.expected, facts)
+        usual = np.maximum(usual, num_output + view.block_size)
+        num_tokens = facts[NUM_PROMPT] + np.minimum(facts[MAX_TOKENS], usual)
+        blocks = np.ceil(np.minimum(num_tokens, view.max_model_len) / view.block_size)
+        most: FloatArray = np.minimum(blocks, view.num_total_blocks)
+        return most
+
     def _count_headroom(self) -> int:
         if self._headroom is None:
-            # The one loop over everybody running: `_blocks` written out, without its calls.
-            size = self._view.block_size
-            longest = min(self._view.max_model_len, self._view.num_total_blocks * size)
-            expected = self._lengths.expected
-            to_grow = 0
-            for request in self._running:
-                num_output = request.num_output_tokens + size
-                usual = expected(class_name(request))
-                if usual > num_output:
-                    num_output = usual
-                if request.max_tokens < num_output:
-                    num_output = request.max_tokens
-                num_tokens = request.num_prompt_tokens + num_output
-                blocks = -(-(num_tokens if num_tokens < longest else longest) // size)
-                held = len(request.block_table)
-                if blocks > held:
-                    to_grow += blocks - held
+            running = self._running
+            blocks = self._expected_blocks(running.facts, running.num_output)
+            to_grow = int(np.maximum(blocks - running.num_held, 0.0).sum())
             num_free = self._view.num_free_blocks + self._ledger.num_returned
             self._headroom = num_free - to_grow - self._reserve
         return self._headroom
 
-    def start_delays_s(self, requests: Sequence[RequestView], step_s: float) -> list[float] | None:
-        """Predict how long each request, in serving order, waits for a seat and blocks, in seconds.
+    def start_delays_s(
+        self, queue: PrefillQueue, places: IntArray, step_s: float
+    ) -> FloatArray | None:
+        """Predict how long each of the requests at `places` of the queue, served in that order,
+        waits for a seat, blocks and a pace, in seconds.
 
         None if nobody has to. A running request is expected to end after as many tokens as is
         typical for its class, one per step of `step_s` seconds (one block more if it is beyond
-        that), and to leave its seat and expected blocks to the next in order.
+        that), and to leave its seat and expected blocks to the next in order; so is one that
+        starts. The first `_FORESEEN` are followed one by one; beyond them seats are taken to come
+        free at the same rate.
         """
-        newcomers = [i for i, r in enumerate(requests) if r.phase is not RequestPhase.RUNNING]
-        headroom = self._count_headroom()
-        blocks = [self._needed(requests[i]) for i in newcomers[: max(0, self._seats) + 1]]
-        room = self._copy_room()
-        targets = [paced_target_s(requests[i], self._pace) for i in newcomers]
-        is_open = room is None or all(room.join(target_s) for target_s in targets)
-        if is_open and len(newcomers) <= self._seats and sum(blocks) <= headroom:
+        running = self._running
+        newcomers = places[queue.index[places] >= len(running) - running.num_decodes]
+        if not newcomers.size:
             return None
-        room = self._copy_room()
-        ends = sorted(((self._steps_left(r), self._blocks(r)) for r in self._running), reverse=True)
-        delays = [0.0] * len(requests)
-        seats, delay_s = self._seats, 0.0
-        for i, target_s in zip(newcomers, targets, strict=True):
-            needed = self._needed(requests[i])
+        facts = queue.facts_at(newcomers)
+        num_output = queue.past[newcomers] + queue.remaining[newcomers] - facts[NUM_PROMPT]
+        blocks = self._expected_blocks(facts, num_output)
+        needed = blocks.copy()
+        for k in queue.past[newcomers].nonzero()[0].tolist():
+            needed[k] -= self._ledger.shared(queue.at(int(newcomers[k])))
+        headroom, seats, room = float(self._count_headroom()), self._seats, self._room
+        targets_s = self._pace * facts[TPOT_S]
+        if (
+            newcomers.size <= seats
+            and needed.sum() <= headroom
+            and (room is None or room.can_all_join(targets_s))
+        ):
+            return None
+        ends = self._ends()
+        typical = self._names.each(self._lengths.typical, facts)
+        steps = np.maximum(np.minimum(facts[MAX_TOKENS], typical) - num_output, 1.0)
+        room = None if room is None else room.copy()
+        now, starts = 0.0, []
+        for need, size, length, target_s in zip(
+            needed[:_FORESEEN].tolist(),
+            blocks.tolist(),
+            steps.tolist(),
+            targets_s.tolist(),
+            strict=False,
+        ):
             has_pace = room is None or room.join(target_s)
-            while ends and (seats < 1 or needed > headroom or not has_pace):
-                steps, freed = ends.pop()
-                delay_s = steps * step_s
+            while ends and (seats < 1 or need > headroom or not has_pace):
+                end, freed = heapq.heappop(ends)
+                now = max(now, end)
                 seats += 1
                 headroom += freed
                 if room is not None:
                     room.leave()
                     has_pace = has_pace or room.join(target_s)
-            delays[i] = delay_s
+            starts.append(now)
             seats -= 1
-            headroom -= needed
-        return delays
+            headroom -= need
+            heapq.heappush(ends, (now + length, size))
+        delays_s = np.zeros(len(queue))
+        delays_s[newcomers[: len(starts)]] = starts
+        num_beyond = newcomers.size - len(starts)
+        if num_beyond:
+            half = len(starts) // 2
+            pace = (starts[-1] - starts[half]) / (len(starts) - 1 - half)
+            delays_s[newcomers[len(starts) :]] = starts[-1] + pace * np.arange(1, num_beyond + 1)
+        return delays_s[places] * step_s
 
-    def longest_stream_s(self, step_s: float) -> float:
-        """Predict when the last running request with a promise has ended, at `step_s` a token."""
-        steps = [self._steps_left(r) for r in self._running if live_promise(r) is not None]
-        return max(steps, default=0) * step_s
+    def _steps_left(self) -> FloatArray:
+        """Tokens that every running request is expected to emit yet."""
+        running = self._running
+        typical = self._names.each(self._lengths.typical, running.facts)
+        left = np.minimum(running.facts[MAX_TOKENS], typical) - running.num_output
+        return np.where(left > 0.0, left, self._view.block_size)
 
-    def _copy_room(self) -> StreamRoom | None:
-        return None if self._room is None else self._room.copy()
+    def _ends(self) -> list[tuple[float, float]]:
+        """Steps left and expected blocks of everybody running, as a heap."""
+        running = self._running
+        blocks = self._expected_blocks(running.facts, running.num_output)
+        ends = list(zip(self._steps_left().tolist(), blocks.tolist(), strict=True))
+        heapq.heapify(ends)
+        return ends
 
-    def _steps_left(self, request: RequestView) -> int:
-        typical = min(request.max_tokens, self._lengths.typical(class_name(request)))
-        left = typical - request.num_output_tokens
-        return left if left > 0 else self._view.block_size
+    def outlook(self, pacing: Pacing, relief_s: float, step_s: float) -> Outlook:
+        """Predict how the running decodes end, at `step_s` seconds a token."""
+        num = self._running.num_decodes
+        steps = self._steps_left()[:num]
+        order = steps.argsort(kind="stable")
+        facts = self._running.facts[:, order]
+        period_s = self._pace * np.minimum(facts[TPOT_S], pacing.gap_limit_s)
+        # Who runs slower than promised already claims what it gets.
+        period_s = np.maximum(period_s, pacing.period_s)
+        last_s = self._pace * pacing.gap_limit_s
+        periods_s = np.minimum.accumulate(np.append(period_s, last_s)[::-1])[::-1]
+        periods_s[0] = pacing.period_s
+        return Outlook(steps[order] * step_s, periods_s, relief_s)
 
     def set_aside(self, request: RequestView) -> None:
         """Keep a seat and the expected blocks of a due request from everybody else."""

@@ -6,7 +6,7 @@ Owns the sequence order → predict → on-time set → verdicts. Must not spend
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,16 +26,17 @@ from controller.policy.budget import (
     latency_curve,
 )
 from controller.policy.capacity import Intake
-from controller.policy.lengths import OutputLengths
-from controller.policy.on_time import drain_s, late_set, predict_alone
-from controller.policy.ordering import (
-    BoolArray,
-    IntArray,
-    PrefillQueue,
-    class_name,
+from controller.policy.facts import (
+    E2E_S,
+    IS_QUEUED,
+    NUM_PROMPT,
+    PROMISED_AT,
+    TTFT_S,
     live_promise,
 )
-from controller.policy.pacing import Pacing
+from controller.policy.on_time import Outlook, drain_s, late_set, predict_alone
+from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
+from controller.policy.pacing import NO_PREFILL, ZERO_TOKENS, Pacing
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
@@ -47,119 +48,139 @@ from engine.step import Admission
 class Judged(NamedTuple):
     """The queue in its serving order without those that are refused; arrays of shape (n,).
 
-    `is_curve_exact` says that it was predicted for this very order. `predicted_ttft_s` counts from
-    arrival. `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the most prompt
-    tokens that a step may hold. `verdicts` holds what was decided about requests that are refused
-    or degraded, by id.
+    `head` is the work that `curve` was predicted for. `predicted_ttft_s` counts from arrival.
+    `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the most prompt tokens
+    that a step may hold. `verdicts` holds what was decided about requests that are refused or
+    degraded, by id; `new` are the indices of those who have heard nothing yet.
     """
 
     queue: PrefillQueue
     is_relegated: BoolArray
     predicted_ttft_s: FloatArray
     lower_tokens: int
+    head: PrefillLoad
     curve: LatencyCurve
-    is_curve_exact: bool
     verdicts: dict[str, Admission]
+    new: list[int]
 
-    def admissions(self, starting: Collection[str]) -> list[Admission]:
-        """Return the step's verdicts: refusals, and what changes for the kept ones (`starting` ids
-        get work now).
+    def admissions(
+        self, wanting: Sequence[RequestView], starting: Sequence[int]
+    ) -> list[Admission]:
+        """Return the step's verdicts: refusals, and what changes for the kept ones of the `wanting`
+        (those at the indices `starting` get work now).
         """
-        refused = [verdict for verdict in self.verdicts.values() if is_rejected(verdict)]
-        degraded = {key: v for key, v in self.verdicts.items() if not is_rejected(v)}
-        ttft_s = self.predicted_ttft_s.tolist()
-        return refused + verdicts_on_kept(self.queue.requests, ttft_s, degraded, starting)
+        refused, degraded = [], {}
+        for request_id, verdict in self.verdicts.items():
+            if is_rejected(verdict):
+                refused.append(verdict)
+            else:
+                degraded[request_id] = verdict
+        heard = {*self.new, *starting}
+        if degraded:
+            heard |= {i for i, r in enumerate(wanting) if r.request_id in degraded}
+        ttft_s = np.full(len(wanting), math.nan)
+        ttft_s[self.queue.index] = self.predicted_ttft_s
+        # Who is refused is not in the queue any more.
+        kept = [i for i in sorted(heard) if not math.isnan(ttft_s[i])]
+        return refused + verdicts_on_kept(
+            [wanting[i] for i in kept],
+            [float(ttft_s[i]) for i in kept],
+            degraded,
+            {wanting[i].request_id for i in starting},
+        )
 
 
 def judge_queue(
     view: EngineView,
     wanting: Sequence[RequestView],
+    facts: FloatArray,
+    num_expected: FloatArray,
     decodes: DecodeLoad,
     pacing: Pacing,
     room: int,
     intake: Intake,
     config: PolicyConfig,
     cost_model: CostModel,
-    lengths: OutputLengths,
 ) -> Judged:
-    """Judge everybody whose prompt is not done; `room` is the most prompt tokens that the step may
-    compute.
+    """Judge everybody whose prompt is not done (`wanting`, running ones first, waiting ones last;
+    `facts` and `num_expected` output tokens are theirs); `room` is the most prompt tokens that the
+    step may compute.
     """
     now = view.now
-    num_expected = [lengths.expected(class_name(request)) for request in wanting]
-    queue = PrefillQueue.of(wanting, config, pacing.gap_limit_s, num_expected, pacing.decode_s)
-    queue = queue.take(queue.order(np.zeros(len(queue), dtype=np.bool_)))
+    queue = PrefillQueue.of(
+        wanting, facts, config, pacing.gap_limit_s, num_expected, pacing.decode_s
+    )
     if not pacing.holds_periods:
         queue.period_s[:] = math.inf
     head = PrefillLoad(queue.remaining, queue.past).head(room)
     curve = latency_curve(cost_model, decodes, head, candidate_tokens(room))
     # Where the decodes leave no room at all, prompts still get one block per turn.
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
-    work_s, done_s = drain_s(curve, queue, pacing.period_s, quota_rate, config.upper_share)
-    if pacing.tightest_id is not None:
-        # The streams that hold the rate down end one day, and the rest is then done without them.
-        end_s = intake.longest_stream_s(pacing.decode_s)
-        free_period_s = config.pace * pacing.gap_limit_s
-        free_s, free_done_s = drain_s(curve, queue, free_period_s, quota_rate, config.upper_share)
-        is_sooner = end_s + free_done_s < done_s
-        work_s = np.where(is_sooner, free_s, work_s)
-        done_s = np.where(is_sooner, end_s + free_done_s, done_s)
+    outlook = _outlook(decodes, pacing, curve, intake, config, cost_model)
+    work_s, done_s = drain_s(curve, queue, outlook, quota_rate, config.upper_share)
     left_s = queue.deadline_at - now
-    work_left_s = left_s - (done_s - np.cumsum(work_s))
+    work_left_s = left_s - (done_s - work_s.cumsum())
     is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
     # hold little but decodes, since it is just the prompts that cannot come in.
     kept = np.flatnonzero(~is_late)
-    delays_s = intake.start_delays_s([queue.requests[i] for i in kept.tolist()], pacing.decode_s)
+    delays_s = intake.start_delays_s(queue, kept, pacing.decode_s)
     if delays_s is not None:
-        started_s = np.array(delays_s) + work_s[kept]
+        started_s = delays_s + work_s[kept]
         done_s[kept] = np.maximum(done_s[kept], started_s)
         is_late[kept] = started_s > left_s[kept]
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
-    verdicts = _on_pace(queue, alone_tokens, cost_model, tolerance)
+    new = [i for i, request in enumerate(wanting) if request.admission is None]
+    verdicts = _on_pace([wanting[i] for i in new], alone_tokens, cost_model, tolerance)
     if is_late.any():
         # Those that are dropped come after everybody who is kept.
         last_s = np.maximum(done_s, work_s[~is_late].sum() + work_s)
         done_s = np.where(is_late, last_s, done_s)
-        ttft_s = now + done_s - queue.arrived_at
+    ttft_s = now + done_s - queue.arrived_at
+    if is_late.any():
+        is_idle = not view.running and not view.preempted and len(queue) == 1
         verdicts |= _on_late(
             queue,
-            np.flatnonzero(is_late),
+            is_late,
             ttft_s,
             now,
             alone_tokens,
             config,
             cost_model,
             tolerance,
-            is_empty=not view.running and not view.preempted,
+            is_idle=is_idle,
         )
-    if not verdicts and not is_late.any():
-        return Judged(
-            queue=queue,
-            is_relegated=is_late,
-            predicted_ttft_s=now + done_s - queue.arrived_at,
-            lower_tokens=demanded_tokens(curve, queue.remaining, left_s),
-            curve=curve,
-            is_curve_exact=True,
-            verdicts=verdicts,
-        )
-    index = queue.order(is_late)
-    if verdicts:
-        is_out = np.array([is_rejected(verdicts.get(r.request_id)) for r in queue.requests])
-        index = index[~is_out[index]]
-    is_relegated = is_late[index]
-    return Judged(
-        queue=queue.take(index),
-        is_relegated=is_relegated,
-        predicted_ttft_s=(now + done_s - queue.arrived_at)[index],
-        lower_tokens=demanded_tokens(
-            curve, queue.remaining[index], np.where(is_relegated, math.inf, left_s[index])
-        ),
-        curve=curve,
-        is_curve_exact=False,
-        verdicts=verdicts,
-    )
+    if verdicts or is_late.any():
+        places = relegated_last(is_late)
+        if verdicts:
+            out = {key for key, verdict in verdicts.items() if is_rejected(verdict)}
+            is_kept = np.array([request.request_id not in out for request in wanting])
+            places = places[is_kept[queue.index[places]]]
+        queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
+    left_s = np.where(is_late, math.inf, queue.deadline_at - now)
+    lower = demanded_tokens(curve, queue.remaining, left_s)
+    return Judged(queue, is_late, ttft_s, lower, head, curve, verdicts, new)
+
+
+def _outlook(
+    decodes: DecodeLoad,
+    pacing: Pacing,
+    curve: LatencyCurve,
+    intake: Intake,
+    config: PolicyConfig,
+    cost_model: CostModel,
+) -> Outlook:
+    """Say how the rate for prompts will change; where no target holds it down, it will not."""
+    if pacing.tightest_id is None:
+        return Outlook.still(pacing.period_s)
+    empty = latency_curve(cost_model, DecodeLoad(0, 0), NO_PREFILL, ZERO_TOKENS)
+    relief_s = (pacing.decode_s - float(empty.mean_s[0])) / decodes.num_requests
+    # A step takes what its budget takes, as long as prompts wait.
+    steered_s = curve.steered_s(config.upper_share)
+    budget = np.interp(pacing.period_s, steered_s, curve.tokens)
+    step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
+    return intake.outlook(pacing, max(relief_s, 0.0), step_s)
 
 
 def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
@@ -174,20 +195,20 @@ def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
 
 
 def _on_pace(
-    queue: PrefillQueue, alone_tokens: int, cost_model: CostModel, tolerance: float
+    unheard: Sequence[RequestView], alone_tokens: int, cost_model: CostModel, tolerance: float
 ) -> dict[str, Admission]:
     """Verdicts on new requests whose token pace not even an idle server reaches."""
     new = [
         request
-        for request in queue.requests
-        if request.admission is None
-        and request.phase is RequestPhase.WAITING
+        for request in unheard
+        if request.phase is RequestPhase.WAITING
         and (promise := live_promise(request)) is not None
         and promise.slo.tpot_s is not None
     ]
     if not new:
         return {}
-    alone = predict_alone(cost_model, new, alone_tokens)
+    prompt = np.array([request.num_prompt_tokens for request in new], dtype=np.float64)
+    alone = predict_alone(cost_model, prompt, alone_tokens)
     verdicts = (
         verdict_on_pace(request, decode_s, tolerance)
         for request, decode_s in zip(new, alone.decode_s.tolist(), strict=True)
@@ -197,7 +218,7 @@ def _on_pace(
 
 def _on_late(
     queue: PrefillQueue,
-    late: IntArray,
+    is_late: BoolArray,
     ttft_s: FloatArray,
     now: float,
     alone_tokens: int,
@@ -205,20 +226,32 @@ def _on_late(
     cost_model: CostModel,
     tolerance: float,
     *,
-    is_empty: bool,
+    is_idle: bool,
 ) -> dict[str, Admission]:
     """Verdicts on the waiting ones among those that will miss their first-token target."""
-    late_waiting = [i for i in late.tolist() if queue.requests[i].phase is RequestPhase.WAITING]
-    if not late_waiting:
+    facts = queue.facts_at(np.flatnonzero(is_late))
+    target_s = np.minimum(facts[TTFT_S], facts[E2E_S])
+    age_s = now - facts[PROMISED_AT]
+    # A class that queues says nothing before its bound on the age.
+    bound_s = np.maximum(
+        config.max_age_factor * np.where(np.isinf(facts[TTFT_S]), target_s, facts[TTFT_S]),
+        config.min_max_age_s,
+    )
+    is_heard = (target_s < math.inf) & ((facts[IS_QUEUED] == 0.0) | (age_s >= bound_s))
+    late = np.flatnonzero(is_late)[is_heard]
+    requests = [queue.at(i) for i in late.tolist()]
+    is_waiting = np.array([r.phase is RequestPhase.WAITING for r in requests], dtype=np.bool_)
+    late, requests = late[is_waiting], [r for r in requests if r.phase is RequestPhase.WAITING]
+    if not requests:
         return {}
-    requests = [queue.requests[i] for i in late_waiting]
-    first_token_s = predict_alone(cost_model, requests, alone_tokens).first_token_s
-    if is_empty and len(queue) == 1:
+    prompt = facts[NUM_PROMPT][is_heard][is_waiting]
+    first_token_s = predict_alone(cost_model, prompt, alone_tokens).first_token_s
+    if is_idle:
         # This is the idle server: its chunks keep the gap limit, so it may need longer than one
         # unbounded step, and to come back later would not help.
         first_token_s = np.maximum(first_token_s, ttft_s[late] - (now - queue.arrived_at[late]))
     verdicts: dict[str, Admission] = {}
-    for i, request, alone_s in zip(late_waiting, requests, first_token_s.tolist(), strict=True):
+    for i, request, alone_s in zip(late.tolist(), requests, first_token_s.tolist(), strict=True):
         verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config, tolerance)
         if verdict is not None:
             verdicts[request.request_id] = verdict

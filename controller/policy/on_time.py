@@ -7,8 +7,8 @@ Owns pure functions over the ordered queue. Must not turn anybody away: verdicts
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +18,30 @@ from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
-from engine.ports import RequestView
+
+
+class Outlook(NamedTuple):
+    """How the rate for prompts is expected to change as running streams end.
+
+    `ends_s` (m,) are seconds until each of them ends, rising; `periods_s` (m + 1,) the shortest
+    paced period among those that are left before the first end, after it, and so on; `relief_s` is
+    what a step costs less per stream that has ended.
+    """
+
+    ends_s: FloatArray
+    periods_s: FloatArray
+    relief_s: float
+
+    @classmethod
+    def still(cls, period_s: float) -> Outlook:
+        """Nobody ends: the rate stays what it is now."""
+        return cls(np.empty(0), np.array([period_s]), 0.0)
 
 
 def drain_s(
     curve: LatencyCurve,
     queue: PrefillQueue,
-    decode_period_s: float,
+    outlook: Outlook,
     quota_rate: float,
     upper_share: float,
 ) -> tuple[FloatArray, FloatArray]:
@@ -32,19 +49,44 @@ def drain_s(
 
     Returns seconds of work per request (n,) and seconds from now until each is done (n,). The rate
     beside request k is that of the largest budget whose steered latency keeps the period of the
-    running decodes (`decode_period_s`) and of all requests before k, which will be decoding by
-    then; `quota_rate` tokens per second where not even one token fits.
+    running decodes and of all requests before k, which will be decoding by then; `quota_rate`
+    tokens per second where not even one token fits. Each stream that ends leaves its share of the
+    step, and its claim to a period, to the prompts.
     """
-    period_s = np.minimum.accumulate(np.concatenate(([decode_period_s], queue.period_s[:-1])))
-    budget = np.interp(period_s, curve.steered_s(upper_share), curve.tokens)
-    step_s = np.interp(budget, curve.tokens, curve.mean_s)
-    is_open = budget >= 1.0
-    token_s = np.where(is_open, step_s / np.maximum(budget, 1.0), 1.0 / quota_rate)
-    work_s = queue.remaining * token_s
-    # The last step of request k is rarely full, and a step costs more than its share of tokens.
-    rest = np.where(is_open, np.cumsum(queue.remaining) % np.maximum(budget, 1.0), 0.0)
-    rest_s = np.interp(rest, curve.tokens, curve.mean_s) - rest * token_s
-    return work_s, np.cumsum(work_s) + np.where(rest > 0.0, np.maximum(rest_s, 0.0), 0.0)
+    steered_s = curve.steered_s(upper_share)
+    num_ended = np.arange(outlook.ends_s.size + 1)
+    starts_s = np.concatenate(([0.0], outlook.ends_s))
+    total = queue.remaining.cumsum()
+    work_s, done_s = np.empty(total.size), np.empty(total.size)
+    # Nobody before the first one: the running streams alone count.
+    loosest_s = np.full(1, outlook.periods_s.max())
+    before_s = np.minimum.accumulate(np.concatenate((loosest_s, queue.period_s[:-1])))
+    # The shortest period before k falls along the queue: few values, each for a stretch of it.
+    free_s = 0.0
+    bounds = [0, *((before_s[1:] < before_s[:-1]).nonzero()[0] + 1).tolist(), total.size]
+    for start, stop in itertools.pairwise(bounds):
+        period_s = np.minimum(outlook.periods_s, before_s[start])
+        saved_s = num_ended * outlook.relief_s
+        budget = np.interp(period_s + saved_s, steered_s, curve.tokens)
+        step_s = np.interp(budget, curve.tokens, curve.mean_s) - saved_s
+        is_open = budget >= 1.0
+        token_s = np.where(is_open, step_s / np.maximum(budget, 1.0), 1.0 / quota_rate)
+        token_s = np.maximum(token_s, 1e-12)
+        # Tokens that can be computed before each change of the rate, once those before are done.
+        from_s = np.maximum(starts_s, free_s)
+        reached = np.concatenate(([0.0], (np.diff(from_s) / token_s[:-1]).cumsum()))
+        wanted = total[start:stop] - (total[start - 1] if start else 0.0)
+        stage = reached.searchsorted(wanted, side="left") - 1
+        rate_s = token_s[stage]
+        work_s[start:stop] = queue.remaining[start:stop] * rate_s
+        beyond = wanted - reached[stage]
+        end_s = from_s[stage] + beyond * rate_s
+        # The last step of request k is rarely full, and a step costs more than its share of tokens.
+        rest = np.where(is_open[stage], beyond % np.maximum(budget[stage], 1.0), 0.0)
+        rest_s = np.interp(rest, curve.tokens, curve.mean_s) - saved_s[stage] - rest * rate_s
+        done_s[start:stop] = end_s + np.where(rest >= 1.0, np.maximum(rest_s, 0.0), 0.0)
+        free_s = float(end_s[-1])
+    return work_s, done_s
 
 
 def late_set(
@@ -69,19 +111,28 @@ def late_set(
     worth = np.where(is_started, config.started_factor, 1.0) * weight
     size = np.maximum(work_s, 1e-12) ** (1.0 - config.length_neutrality)
     cost = np.divide(size, worth, out=np.full(work_s.size, math.inf), where=worth > 0.0)
-    heap: list[tuple[float, int]] = []
-    busy_s = 0.0
-    for k, (work, left) in enumerate(zip(work_s.tolist(), time_left_s.tolist(), strict=True)):
-        if is_dropped[k]:
-            continue
-        busy_s += work
-        heapq.heappush(heap, (-float(cost[k]), -k))
-        while busy_s > left and heap:
-            dropped = -heapq.heappop(heap)[1]
-            is_dropped[dropped] = True
-            busy_s -= work_s[dropped]
-            if dropped == k:
+    rest = (~is_dropped).nonzero()[0]
+    busy_s = work_s[rest].cumsum()
+    late = busy_s > time_left_s[rest]
+    if not late.any():
+        return is_dropped
+    # Up to the first late one nobody is dropped.
+    first = int(late.argmax())
+    costs, works, lefts = (-cost[rest]).tolist(), work_s[rest].tolist(), time_left_s[rest].tolist()
+    heap = [(costs[k], -k) for k in range(first)]
+    heapq.heapify(heap)
+    busy = float(busy_s[first - 1]) if first else 0.0
+    dropped: list[int] = []
+    for k in range(first, rest.size):
+        busy += works[k]
+        heapq.heappush(heap, (costs[k], -k))
+        while busy > lefts[k] and heap:
+            out = -heapq.heappop(heap)[1]
+            dropped.append(out)
+            busy -= works[out]
+            if out == k:
                 break
+    is_dropped[rest[dropped]] = True
     return is_dropped
 
 
@@ -94,13 +145,10 @@ class Alone(NamedTuple):
     decode_s: FloatArray
 
 
-def predict_alone(
-    cost_model: CostModel, requests: Sequence[RequestView], most_tokens: int
-) -> Alone:
-    """Predict the mean for each request alone, its prompt in the largest chunks (`most_tokens`)
-    that a step may hold.
+def predict_alone(cost_model: CostModel, prompt: FloatArray, most_tokens: int) -> Alone:
+    """Predict the mean for each request alone, its prompt (n tokens each) in the largest chunks
+    (`most_tokens`) that a step may hold.
     """
-    prompt = np.array([request.num_prompt_tokens for request in requests], dtype=np.float64)
     num_full, rest = np.divmod(prompt, most_tokens)
     rows = np.zeros((3, prompt.size, NUM_FEATURES))
     chunk = np.minimum(prompt, most_tokens)

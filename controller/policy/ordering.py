@@ -12,165 +12,166 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from controller.policy.facts import (
+    ARRIVED_AT,
+    E2E_S,
+    MAX_TOKENS,
+    NUM_PROMPT,
+    PRIORITY,
+    PROMISED_AT,
+    TPOT_S,
+    TTFT_S,
+    WEIGHT,
+    IntArray,
+)
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise
 from costmodel.features import FloatArray
 from engine.ports import RequestView
 from engine.request import RequestPhase
 
 BoolArray = npt.NDArray[np.bool_]
-IntArray = npt.NDArray[np.intp]
-
-
-def live_promise(request: RequestView) -> Promise | None:
-    """The promise that the request is served under; None for best effort, degraded requests
-    included.
-    """
-    promise = request.promise
-    if not isinstance(promise, Promise) or promise.is_degraded or promise.slo.is_best_effort:
-        return None
-    admission = request.admission
-    return None if admission is not None and admission.is_degraded else promise
-
-
-def class_name(request: RequestView) -> str:
-    """Name of the request's SLO class; empty for a request without a promise object."""
-    promise = request.promise
-    return promise.slo_class.name if isinstance(promise, Promise) else ""
-
-
-def token_period_s(promise: Promise | None, pace: float, gap_limit_s: float) -> float:
-    """The paced time between two tokens of a stream: pace times p, or the gap limit if less."""
-    if promise is None or promise.slo.tpot_s is None:
-        return pace * gap_limit_s
-    return pace * min(promise.slo.tpot_s, gap_limit_s)
 
 
 def first_due_at(
-    request: RequestView, promise: Promise, pace: float, num_expected: int, step_s: float
-) -> float:
-    """The paced instant for the first token: a + pace·T, and early enough for an end-to-end target.
+    facts: FloatArray, pace: float, num_expected: FloatArray, step_s: float
+) -> FloatArray:
+    """The paced instants for the first tokens: a + pace·T, and early enough for an end-to-end
+    target; +inf without either.
 
-    The latter leaves time for `num_expected` further tokens at `step_s` seconds each, or at p if
-    that is less.
+    The latter leaves time for the expected further tokens at `step_s` seconds each, or at p if that
+    is less. Shape (n,).
     """
-    slo = promise.slo
-    due_at = math.inf if slo.ttft_s is None else promise.arrived_at + pace * slo.ttft_s
-    if slo.e2e_s is not None:
+    due_at: FloatArray = facts[PROMISED_AT] + pace * facts[TTFT_S]
+    e2e_s = facts[E2E_S]
+    if e2e_s.size and e2e_s.min() < math.inf:
         # p is the slowest that is allowed, not what is expected.
-        token_s = step_s if slo.tpot_s is None else min(slo.tpot_s, step_s)
-        rest_s = min(request.max_tokens, num_expected) * token_s
-        due_at = min(due_at, promise.arrived_at + pace * max(slo.e2e_s - rest_s, 0.1 * slo.e2e_s))
+        token_s = np.minimum(facts[TPOT_S], step_s)
+        rest_s = np.minimum(facts[MAX_TOKENS], num_expected) * token_s
+        last_s = np.maximum(e2e_s - rest_s, 0.1 * e2e_s)
+        due_at = np.minimum(due_at, facts[PROMISED_AT] + pace * last_s)
     return due_at
 
 
 class PrefillQueue:
     """Requests whose known tokens are not all computed, with what ordering and admission need.
 
-    Columns of shape (n,): `remaining` and `past` are tokens to compute and computed. `due_at` is
-    the key of the deadline order. `deadline_at` is the paced first-token deadline, +inf where there
-    is none to miss (best effort, or a first token already out). `period_s` is the paced token
-    period once the request decodes. `weight` is the class weight where there is a deadline to miss,
-    infinite for a stream in the middle, else 0. `is_started` marks requests that hold or have held
-    KV.
+    Columns of shape (n,), in serving order: `remaining` and `past` are tokens to compute and
+    computed. `due_at` is the key of the deadline order. `deadline_at` is the paced first-token
+    deadline, +inf where there is none to miss (best effort, or a first token already out).
+    `period_s` is the paced token period once the request decodes. `weight` is the class weight
+    where there is a deadline to miss, infinite for a stream in the middle, else 0. `is_started`
+    marks requests that hold or have held KV. `index` says where each one stands in the list that it
+    was read from.
     """
 
     __slots__ = (
+        "_facts",
+        "_requests",
         "arrived_at",
         "deadline_at",
         "due_at",
+        "index",
         "is_started",
         "past",
         "period_s",
-        "priority",
         "remaining",
-        "requests",
         "table",
         "weight",
     )
 
-    def __init__(self, requests: Sequence[RequestView], table: FloatArray) -> None:
-        self.requests = requests
+    def __init__(
+        self,
+        requests: Sequence[RequestView],
+        facts: FloatArray,
+        index: IntArray,
+        table: FloatArray,
+    ) -> None:
+        self._requests = requests
+        self._facts = facts
+        self.index = index
         self.table = table
-        self.remaining, self.past, self.priority, self.due_at, self.deadline_at = table[:5]
-        self.period_s, self.weight, self.arrived_at = table[5:8]
-        self.is_started: BoolArray = table[8] > 0.0
+        self.remaining, self.past, self.due_at, self.deadline_at = table[:4]
+        self.period_s, self.weight, self.arrived_at = table[4:7]
+        self.is_started: BoolArray = table[7] > 0.0
 
     @classmethod
     def of(
         cls,
         requests: Sequence[RequestView],
+        facts: FloatArray,
         config: PolicyConfig,
         gap_limit_s: float,
-        num_expected: Sequence[int],
+        num_expected: FloatArray,
         step_s: float,
     ) -> PrefillQueue:
-        """Read the requests once.
+        """Order the requests, those that are not waiting first in the list, by the deadline order.
 
-        `num_expected` (n,) are expected output tokens, `step_s` a decode step's seconds.
+        Priority first, lower first; then earliest `due_at`; ties by arrival, then by position.
+        `facts` are theirs, `num_expected` (n,) expected output tokens, `step_s` a decode step's
+        seconds.
         """
-        rows = [
-            _row(request, config, gap_limit_s, expected, step_s)
-            for request, expected in zip(requests, num_expected, strict=True)
-        ]
-        return cls(requests, np.array(rows, dtype=np.float64).reshape(len(rows), 9).T)
+        num = len(requests)
+        table = np.empty((8, num))
+        remaining, past, due_at, deadline_at, period_s, weight, arrived_at, is_started = table
+        past[:] = [request.num_computed_tokens for request in requests]
+        np.subtract(facts[NUM_PROMPT], past, out=remaining)
+        np.multiply(np.minimum(facts[TPOT_S], gap_limit_s), config.pace, out=period_s)
+        arrived_at[:] = facts[ARRIVED_AT]
+        deadline_at[:] = first_due_at(facts, config.pace, num_expected, step_s)
+        is_live = deadline_at < math.inf
+        due_at[:] = np.where(is_live, deadline_at, arrived_at + config.max_wait_s)
+        weight[:] = np.where(is_live, facts[WEIGHT], 0.0)
+        is_started[:] = 0.0
+        for i, request in enumerate(requests):
+            if request.phase is RequestPhase.WAITING:
+                break
+            is_started[i] = 1.0
+            remaining[i] = request.num_remaining_tokens
+            last_token_at = request.last_token_at
+            if last_token_at is not None:
+                # Preempted in mid-stream: its next token is what is due, and its TTFT is history.
+                due_at[i], deadline_at[i] = last_token_at + period_s[i], math.inf
+                weight[i] = math.inf
+        priority = facts[PRIORITY]
+        index = np.argsort(due_at, kind="stable")
+        ordered = due_at[index]
+        if num and (priority.min() < priority.max() or (ordered[1:] == ordered[:-1]).any()):
+            index = np.lexsort((arrived_at, due_at, priority))
+        return cls(requests, facts, index, table[:, index])
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return int(self.index.size)
 
-    def order(self, is_relegated: BoolArray) -> IntArray:
-        """Return the serving order as indices.
+    @property
+    def requests(self) -> list[RequestView]:
+        """Everybody in serving order."""
+        return [self._requests[i] for i in self.index.tolist()]
 
-        Relegated last; then priority, lower first; earliest `due_at`; ties by arrival, then by
-        position, so that the order is total.
-        """
-        return np.lexsort((self.arrived_at, self.due_at, self.priority, is_relegated))
+    def at(self, position: int) -> RequestView:
+        """Return the request at that place of the serving order."""
+        request: RequestView = self._requests[int(self.index[position])]
+        return request
 
-    def take(self, index: IntArray) -> PrefillQueue:
-        """Return the queue of the rows `index`, in that order."""
-        return PrefillQueue([self.requests[i] for i in index.tolist()], self.table[:, index])
+    def facts_at(self, places: IntArray) -> FloatArray:
+        """Return the facts of the requests at those places, shape (NUM_FACTS, k)."""
+        return self._facts[:, self.index[places]]
+
+    def take(self, positions: IntArray) -> PrefillQueue:
+        """Return the queue of those places, in that order."""
+        return PrefillQueue(
+            self._requests, self._facts, self.index[positions], self.table[:, positions]
+        )
 
 
-def _row(
-    request: RequestView,
-    config: PolicyConfig,
-    gap_limit_s: float,
-    num_expected: int,
-    step_s: float,
-) -> tuple[float, ...]:
-    promise = live_promise(request)
-    arrived_at = request.arrived_at
-    period_s = token_period_s(promise, config.pace, gap_limit_s)
-    priority = request.promise.priority if isinstance(request.promise, Promise) else 0
-    deadline_at, weight = math.inf, 0.0
-    last_token_at = request.last_token_at
-    if last_token_at is not None:
-        # Preempted in mid-stream: its next token is what is due, and its TTFT is history.
-        due_at, weight = last_token_at + period_s, math.inf
-    else:
-        due_at = arrived_at + config.max_wait_s
-        if promise is not None:
-            deadline_at = first_due_at(request, promise, config.pace, num_expected, step_s)
-            if math.isfinite(deadline_at):
-                due_at, weight = deadline_at, promise.weight
-    is_started = request.phase is not RequestPhase.WAITING
-    return (
-        request.num_remaining_tokens,
-        request.num_computed_tokens,
-        priority,
-        due_at,
-        deadline_at,
-        period_s,
-        weight,
-        arrived_at,
-        is_started,
-    )
+def relegated_last(is_relegated: BoolArray) -> IntArray:
+    """Return the places of an ordered queue with the relegated ones moved behind the others."""
+    return np.argsort(is_relegated, kind="stable")
 
 
 def oldest_due(
     queue: PrefillQueue, is_relegated: BoolArray, now: float, max_wait_s: float
 ) -> int | None:
-    """Return the index of the oldest request that nothing but its age speaks for; None if nobody is
+    """Return the place of the oldest request that nothing but its age speaks for; None if nobody is
     due.
 
     Due is who has no live deadline (best effort or relegated) and arrived `max_wait_s` or longer

@@ -7,7 +7,7 @@ step or change what it sees: the same view gives the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +25,12 @@ from controller.policy.budget import (
     spread,
 )
 from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.facts import ClassNames, FactReader, RunningTable, live_promise
 from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
-from controller.policy.ordering import live_promise, oldest_due
-from controller.policy.pacing import NO_PREFILL, Pacing, pace_decodes
+from controller.policy.ordering import oldest_due
+from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.preemption import choose_methods
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
@@ -40,21 +41,22 @@ from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
 __all__ = ["Budget", "PolicyConfig", "Seated", "SloPlanner"]
 
-_SEAT_RANK = {RequestPhase.RUNNING: 0, RequestPhase.PREEMPTED: 1, RequestPhase.WAITING: 2}
+# Waiting requests that are tried for a seat in one step.
+_MOST_TRIED = 64
 
 
 class Seated(NamedTuple):
     """Who may compute prompt tokens in this step, in serving order, and how many at most.
 
-    `is_turn` says that the first one has its turn by age; `is_head` that the step is served from
-    the queue's head, nobody left out; `is_short_of_blocks` that KV kept somebody out;
-    `is_outpaced` that the pace of the streams did.
+    `indices` say where they stand in the list of those who want to.
+    `is_turn` says that the first one has its turn by age; `is_short_of_blocks` that KV kept
+    somebody out; `is_outpaced` that the pace of the streams did.
     """
 
     requests: list[RequestView]
+    indices: list[int]
     load: PrefillLoad
     is_turn: bool
-    is_head: bool
     is_short_of_blocks: bool
     is_outpaced: bool
 
@@ -90,6 +92,9 @@ class SloPlanner:
         self._config = config
         self._cost_model = cost_model
         self._lengths = output_lengths
+        self._names = ClassNames()
+        self._running_facts = FactReader(self._names)
+        self._wanting_facts = FactReader(self._names)
         self._swap_block_s = swap_block_s
         self._model_version = model_version or (lambda: cost_model.quality().version)
 
@@ -105,8 +110,9 @@ class SloPlanner:
             gone = {request.request_id for request in victims}
             decodes = [request for request in decodes if request.request_id not in gone]
             prefills = [request for request in prefills if request.request_id not in gone]
-        load = DecodeLoad(len(decodes), sum(r.num_computed_tokens for r in decodes) + len(decodes))
-        pacing = self._pace(view.now, decodes, load)
+        everybody = [*decodes, *prefills] if prefills else decodes
+        running = RunningTable(everybody, len(decodes), self._running_facts.read(everybody))
+        pacing = self._pace(view.now, running)
         work = [
             StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
             for request in decodes
@@ -115,36 +121,50 @@ class SloPlanner:
             view, config.max_judged, config.max_waiting_tokens, self._drain_s
         )
         wanting = [*prefills, *view.preempted, *waiting]
-        chunks = NO_PREFILL
+        seated: Seated | None = None
         budget = Budget(0, 0, 0, "idle")
         if wanting:
             most_tokens = self._most_tokens(view)
             room = max(0, most_tokens - len(decodes))
-            intake = self._intake(view, ledger, [*decodes, *prefills], waiting, most_tokens)
+            load = running.load
+            intake = self._intake(view, ledger, running, waiting, most_tokens)
+            facts = self._wanting_facts.read(wanting)
+            num_expected = self._names.each(self._lengths.expected, facts)
             judged = judge_queue(
-                view, wanting, load, pacing, room, intake, config, self._cost_model, self._lengths
+                view,
+                wanting,
+                facts,
+                num_expected,
+                load,
+                pacing,
+                room,
+                intake,
+                config,
+                self._cost_model,
             )
             seated = self._seat(view, judged, ledger, intake, room)
             budget = self._choose(view, judged, seated, load, pacing, room)
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
-            chunks = PrefillLoad(amounts, seated.load.past)
-            prefill_work = [
-                StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
-                for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True)
-                if num > 0
-            ]
-            work.extend(prefill_work)
-            admissions.extend(judged.admissions({item.request_id for item in prefill_work}))
+            starting = []
+            for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True):
+                if num < 1:
+                    break
+                starting.append(
+                    StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
+                )
+            work.extend(starting)
+            admissions.extend(judged.admissions(wanting, seated.indices[: len(starting)]))
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
             preemptions=choose_methods(view, victims, self._drain_s, self._swap_block_s),
-            decision=self._decision(load, chunks, pacing, budget),
+            decision=self._decision(running, seated, pacing, budget),
         )
 
-    def _pace(self, now: float, decodes: Sequence[RequestView], load: DecodeLoad) -> Pacing:
+    def _pace(self, now: float, running: RunningTable) -> Pacing:
         """Return until when the step may last."""
-        return pace_decodes(now, decodes, load, self._config, self._cost_model, self._lengths)
+        num_expected = self._names.each(self._lengths.expected, running.facts)
+        return pace_decodes(now, running, num_expected, self._config, self._cost_model)
 
     def _drain_s(self, num_tokens: int) -> float:
         """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""
@@ -154,7 +174,7 @@ class SloPlanner:
         self,
         view: EngineView,
         ledger: BlockLedger,
-        running: list[RequestView],
+        running: RunningTable,
         waiting: list[RequestView],
         most_tokens: int,
     ) -> Intake:
@@ -165,7 +185,15 @@ class SloPlanner:
             seats = max_running - len(running)
             room = StreamRoom.of(running, newcomers, seats, config, self._cost_model)
         return Intake(
-            view, ledger, running, max_running, config.kv_reserve, self._lengths, room, config.pace
+            view,
+            ledger,
+            running,
+            self._names,
+            max_running,
+            config.kv_reserve,
+            self._lengths,
+            room,
+            config.pace,
         )
 
     def _most_tokens(self, view: EngineView) -> int:
@@ -201,41 +229,58 @@ class SloPlanner:
         Each group in serving order; a preempted request that cannot resume lets nobody new in
         before it. In every `turn_period`-th step the oldest due request is served first; in the
         others its seat and blocks are set aside, so that neither a stream of promises nor one of
-        small prompts keeps it out for ever.
+        small prompts keeps it out for ever. Nobody is seated behind `room` tokens of others, and
+        only the first `_MOST_TRIED` are tried.
         """
         config, queue = self._config, judged.queue
-        order = list(range(len(queue)))
         due = oldest_due(queue, judged.is_relegated, view.now, config.max_wait_s)
         # An empty engine has nobody to be fair to, and only steps that do something are counted.
         is_turn = due is not None and (view.step_no % config.turn_period == 0 or not view.running)
+        is_started = queue.is_started
+        started = is_started.nonzero()[0].tolist()
+        tried = (~is_started).nonzero()[0][:_MOST_TRIED].tolist()
         if due is not None and is_turn:
-            order.insert(0, order.pop(due))
-        elif due is not None and queue.requests[due].phase is not RequestPhase.RUNNING:
-            intake.set_aside(queue.requests[due])
-        amounts = np.zeros(len(queue))
-        is_resuming = False
-        for i in sorted(order, key=lambda i: _SEAT_RANK[queue.requests[i].phase]):
-            request = queue.requests[i]
-            amount = min(room, request.num_remaining_tokens)
+            group = started if is_started[due] else tried
+            group[:] = [due, *(i for i in group if i != due)]
+        elif due is not None and queue.at(due).phase is not RequestPhase.RUNNING:
+            intake.set_aside(queue.at(due))
+        held = [(i, queue.at(i)) for i in started]
+        amounts: dict[int, int] = {}
+        for i, request in held:
             if request.phase is RequestPhase.RUNNING:
-                amount = min(amount, ledger.most_tokens(request))
+                amount = min(room, request.num_remaining_tokens, ledger.most_tokens(request))
                 ledger.take(request, amount)
-            elif intake.is_full:
+                amounts[i] = amount
+        is_resuming = False
+        for i, request in held:
+            if request.phase is RequestPhase.PREEMPTED and not intake.is_full:
+                if not is_resuming and intake.admit(request, has_turn=is_turn and i == due):
+                    amounts[i] = min(room, request.num_remaining_tokens)
+                else:
+                    is_resuming = True
+        ahead = sorted(amounts)
+        num_ahead = 0
+        for i in tried:
+            has_turn = is_turn and i == due
+            while ahead and ahead[0] < i and not has_turn:
+                num_ahead += amounts[ahead.pop(0)]
+            if is_resuming or intake.is_full or num_ahead >= room:
                 break
-            elif is_resuming or not intake.admit(request, has_turn=is_turn and i == due):
-                is_resuming = is_resuming or request.phase is RequestPhase.PREEMPTED
-                continue
-            amounts[i] = amount
-        index = np.array(order, dtype=np.intp)
-        index = index[amounts[index] > 0.0]
-        reach = int(np.searchsorted(np.cumsum(amounts[index]), room)) + 1
-        is_head = bool((index[:reach] == np.arange(min(reach, index.size))).all())
+            request = queue.at(i)
+            if intake.admit(request, has_turn=has_turn):
+                amounts[i] = min(room, request.num_remaining_tokens)
+                num_ahead += amounts[i]
+        order = sorted(i for i, amount in amounts.items() if amount > 0)
+        if is_turn and due in order:
+            order.remove(due)
+            order.insert(0, due)
         return Seated(
-            requests=[queue.requests[i] for i in index],
-            load=PrefillLoad(amounts[index], queue.past[index]),
-            is_turn=is_turn and index.size > 0 and index[0] == due,
-            is_head=is_head
-            and bool((amounts[:reach] >= np.minimum(queue.remaining[:reach], room)).all()),
+            requests=[queue.at(i) for i in order],
+            indices=queue.index[order].tolist(),
+            load=PrefillLoad(
+                np.array([amounts[i] for i in order], dtype=np.float64), queue.past[order]
+            ),
+            is_turn=is_turn and bool(order) and order[0] == due,
             is_short_of_blocks=intake.is_short,
             is_outpaced=intake.is_outpaced,
         )
@@ -259,7 +304,7 @@ class SloPlanner:
             return Budget(0, lower, 0, "decode_slack" if is_outpaced else "token_budget")
         head = seated.load.head(room)
         curve = judged.curve
-        if not (judged.is_curve_exact and seated.is_head):
+        if not head.is_same(judged.head):
             curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
         within = most_tokens_within(
             self._cost_model, decodes, head, curve, pacing.limit_s, pacing.upper_share
@@ -292,16 +337,19 @@ class SloPlanner:
         return Budget(num_tokens, lower, upper, binding)
 
     def _decision(
-        self, decodes: DecodeLoad, chunks: PrefillLoad, pacing: Pacing, budget: Budget
+        self, running: RunningTable, seated: Seated | None, pacing: Pacing, budget: Budget
     ) -> StepDecision:
-        mean_s = upper_s = None
-        if decodes.num_requests + budget.num_tokens > 0:
+        mean_s: float | None = None
+        upper_s: float | None = None
+        if seated is not None and budget.num_tokens:
             total = np.array([float(budget.num_tokens)])
-            estimate = latency_curve(self._cost_model, decodes, chunks, total)
+            estimate = latency_curve(self._cost_model, running.load, seated.load, total)
             mean_s, upper_s = float(estimate.mean_s[0]), float(estimate.upper_s[0])
+        elif running.num_decodes:
+            mean_s, upper_s = pacing.decode_s, pacing.decode_upper_s
         return StepDecision(
             policy=self.policy_name,
-            token_budget=decodes.num_requests + budget.num_tokens,
+            token_budget=running.num_decodes + budget.num_tokens,
             lower_bound_tokens=budget.lower,
             upper_bound_tokens=budget.upper,
             binding_constraint=budget.binding,

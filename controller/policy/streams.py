@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from controller.policy.budget import made_safe
-from controller.policy.ordering import live_promise
+from controller.policy.facts import TPOT_S, RunningTable, live_promise
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
-from costmodel.features import NUM_FEATURES
+from costmodel.features import NUM_FEATURES, FloatArray
 from engine.ports import RequestView
 
 
@@ -45,21 +45,21 @@ class StreamRoom:
     @classmethod
     def of(
         cls,
-        running: Sequence[RequestView],
+        running: RunningTable,
         newcomers: Sequence[RequestView],
         most: int,
         config: PolicyConfig,
         cost_model: CostModel,
     ) -> StreamRoom:
         """Predict steps with up to `most` of the `newcomers`, in that order, beside `running`."""
-        joining = newcomers[: max(0, most)]
-        rows = np.zeros((len(joining) + 1, NUM_FEATURES))
-        rows[:, 1] = len(running) + np.arange(len(joining) + 1)
-        known = [request.num_known_tokens for request in joining]
-        rows[:, 2] = sum(request.num_known_tokens for request in running) + np.cumsum([0, *known])
+        known = [request.num_known_tokens for request in newcomers[: max(0, most)]]
+        rows = np.zeros((len(known) + 1, NUM_FEATURES))
+        rows[:, 1] = len(running) + np.arange(len(known) + 1)
+        rows[:, 2] = running.num_known.sum() + np.cumsum([0, *known])
         step_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s)).tolist()
-        targets = (paced_target_s(request, config.pace) for request in running)
-        period_s = min((t for t in targets if t >= step_s[0]), default=math.inf)
+        targets = config.pace * running.facts[TPOT_S]
+        targets = targets[targets >= step_s[0]]
+        period_s = float(targets.min()) if targets.size else math.inf
         return cls(step_s, period_s, len(running))
 
     def copy(self) -> StreamRoom:
@@ -67,6 +67,17 @@ class StreamRoom:
         twin = StreamRoom(self._step_s, self._period_s, self._num_running)
         twin._num_joined = self._num_joined
         return twin
+
+    def can_all_join(self, targets_s: FloatArray) -> bool:
+        """Whether streams with these paced promises (n,) may join one after another."""
+        first = self._num_joined + 1
+        if first + targets_s.size > len(self._step_s):
+            return False
+        period_s = np.minimum(np.minimum.accumulate(targets_s), self._period_s)
+        can_join = np.array(self._step_s[first : first + targets_s.size]) <= period_s
+        if self._num_running + self._num_joined <= 0:
+            can_join[:1] = True
+        return bool(can_join.all())
 
     def join(self, target_s: float) -> bool:
         """Let one stream with the paced promise `target_s` join; False if a promise would break.

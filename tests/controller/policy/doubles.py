@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from controller.policy.facts import ClassNames, FactReader, RunningTable
+from controller.policy.ordering import PrefillQueue
+from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise, Slo, SloClass
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
 from costmodel.features import NUM_FEATURES, FloatArray, StepFeatures
@@ -173,6 +176,28 @@ def view_of(
         num_free_host_blocks=num_free_host,
         num_holders=lambda block: holders[block],
     )
+
+
+NAMES = ClassNames()
+
+
+def facts_of(requests: Sequence[RequestView]) -> FloatArray:
+    return FactReader(NAMES).read(list(requests))
+
+
+def table_of(requests: Sequence[RequestView]) -> RunningTable:
+    """The running requests as a planner sees them, decodes first."""
+    ordered = sorted(requests, key=lambda request: not request.is_decoding)
+    num_decodes = sum(request.is_decoding for request in ordered)
+    return RunningTable(ordered, num_decodes, facts_of(ordered))
+
+
+def queue_of(
+    requests: Sequence[RequestView], config: PolicyConfig, num_expected: int = 10
+) -> PrefillQueue:
+    """The ordered queue at a gap limit of 1 s and decode steps of 0.1 s."""
+    expected = np.full(len(requests), float(num_expected))
+    return PrefillQueue.of(requests, facts_of(requests), config, 1.0, expected, 0.1)
 
 
 @dataclass

@@ -16,13 +16,19 @@ from controller.policy.admission import (
     verdicts_on_kept,
 )
 from controller.policy.budget import DecodeLoad, PrefillLoad, candidate_tokens, latency_curve
-from controller.policy.on_time import drain_s, late_set, predict_alone
-from controller.policy.ordering import PrefillQueue
+from controller.policy.on_time import Outlook, drain_s, late_set, predict_alone
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise, Slo
 from engine.request import Request
 from engine.step import Admission, AdmissionAction
-from tests.controller.policy.doubles import LinearCostModel, decode, slo_class, view_of, waiting
+from tests.controller.policy.doubles import (
+    LinearCostModel,
+    decode,
+    queue_of,
+    slo_class,
+    view_of,
+    waiting,
+)
 
 CONFIG = PolicyConfig()
 WAIT = AdmissionAction.WAIT
@@ -79,17 +85,19 @@ def test_newcomers_beyond_the_judged_are_told_to_wait_once() -> None:
     assert [(v.request_id, v.action) for v in verdicts] == [("b", WAIT)]
 
 
-def curve_and_queue(*requests: Request, num_decodes: int = 0) -> tuple[float, float]:
+def curve_and_queue(
+    *requests: Request, num_decodes: int = 0, outlook: Outlook | None = None
+) -> tuple[float, float]:
     """Seconds until the first and the last of the requests are done at a period of 0.5 s."""
     model = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1, margin=0.0)
-    queue = PrefillQueue.of(requests, CONFIG, 1.0, [10] * len(requests), 0.1)
+    queue = queue_of(requests, CONFIG)
     curve = latency_curve(
         model,
         DecodeLoad(num_decodes, 0),
         PrefillLoad(queue.remaining, queue.past),
         candidate_tokens(2000),
     )
-    _, done_s = drain_s(curve, queue, 0.5, 10.0, 1.0)
+    _, done_s = drain_s(curve, queue, outlook or Outlook.still(0.5), 10.0, 1.0)
     return float(done_s[0]), float(done_s[-1])
 
 
@@ -114,6 +122,21 @@ def test_those_before_slow_the_rate_once_they_decode() -> None:
 def test_decodes_without_room_leave_the_quota() -> None:
     first, _ = curve_and_queue(waiting("a", 20), num_decodes=50)
     assert first == pytest.approx(2.0)
+
+
+def test_streams_that_end_leave_their_share_and_their_claim() -> None:
+    def done_s(num_tokens: int, outlook: Outlook) -> float:
+        return curve_and_queue(waiting("a", num_tokens), num_decodes=40, outlook=outlook)[0]
+
+    # 40 decodes take 0.5 s: no token fits, and the quota is 10 tokens a second.
+    assert done_s(20, Outlook.still(0.5)) == pytest.approx(2.0)
+    # After 1 s half of them have ended, and 200 tokens fit 0.5 s.
+    ends = Outlook(np.array([1.0]), np.array([0.5, 0.5]), 0.2)
+    assert done_s(10, ends) == pytest.approx(1.0)
+    assert done_s(210, ends) == pytest.approx(1.5)
+    # The one that ended was the one in a hurry: 600 tokens fit 0.9 s.
+    loose = Outlook(np.array([1.0]), np.array([0.5, 0.9]), 0.2)
+    assert done_s(610, loose) == pytest.approx(1.9)
 
 
 def chosen(
@@ -168,7 +191,7 @@ def test_length_neutral_shedding_looks_at_weights_alone() -> None:
 
 def test_alone_is_the_best_that_a_server_could_do() -> None:
     model = LinearCostModel((0.001, 0.01, 0.0, 1e-6, 0.0), 0.1)
-    alone = predict_alone(model, [waiting("a", 250), waiting("b", 50), waiting("c", 200)], 100)
+    alone = predict_alone(model, np.array([250.0, 50.0, 200.0]), 100)
     # 100 after 0, 100 after 100, 50 after 200.
     assert alone.first_token_s[0] == pytest.approx(0.2 + 0.2 + 0.01 + 0.15 + 0.01)
     assert alone.first_token_s[1] == pytest.approx(0.15)

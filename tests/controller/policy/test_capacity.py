@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.facts import TTFT_S, ClassNames, FactReader
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
+from controller.policy.settings import PolicyConfig
+from controller.policy.slo import Slo
 from engine.ports import RequestView
 from engine.request import Request
-from tests.controller.policy.doubles import decode, running, view_of, waiting
+from engine.step import Admission, AdmissionAction
+from tests.controller.policy.doubles import (
+    NAMES,
+    decode,
+    facts_of,
+    queue_of,
+    running,
+    slo_class,
+    table_of,
+    view_of,
+    waiting,
+)
 
 
 def latest_first(request: RequestView) -> tuple[float, ...]:
@@ -91,7 +108,14 @@ def intake(
 ) -> tuple[Intake, BlockLedger]:
     view = view_of(running=request, num_blocks=num_blocks)
     ledger = BlockLedger(view.num_free_blocks, 16)
-    return Intake(view, ledger, request, seats, reserve, OutputLengths(default=32)), ledger
+    table, lengths = table_of(request), OutputLengths(default=32)
+    return Intake(view, ledger, table, NAMES, seats, reserve, lengths), ledger
+
+
+def delays_s(door: Intake, *requests: Request, step_s: float = 0.5) -> list[float] | None:
+    queue = queue_of(requests, PolicyConfig())
+    delays = door.start_delays_s(queue, np.arange(len(requests)), step_s)
+    return None if delays is None else delays.tolist()
 
 
 def test_only_what_can_grow_comes_in() -> None:
@@ -134,7 +158,11 @@ def test_seats_run_out_and_may_be_kept() -> None:
 
 def test_nobody_is_delayed_while_seats_and_blocks_last() -> None:
     door, _ = intake([decode("a")], 100, seats=3)
-    assert door.start_delays_s([decode("a"), waiting("b"), waiting("c")], 0.5) is None
+    assert delays_s(door, waiting("b"), waiting("c")) is None
+    begun = running(waiting("a"), 16, 0)
+    crowded, _ = intake([begun, decode("b")], 100, seats=2)
+    assert delays_s(crowded, begun) is None
+    assert delays_s(crowded, begun, waiting("b", at=1.0)) == [0.0, 7.5]
 
 
 def test_newcomers_wait_for_the_seats_of_those_who_end_first() -> None:
@@ -142,10 +170,50 @@ def test_newcomers_wait_for_the_seats_of_those_who_end_first() -> None:
     streams = [decode("a", num_output=6), decode("b", num_output=12), decode("c", num_output=20)]
     door, _ = intake(streams, 1000, seats=4)
     queue = [waiting(i) for i in "defgh"]
-    assert door.start_delays_s(queue, 0.5) == [0.0, 2.0, 5.0, 8.0, 8.0]
+    assert delays_s(door, *queue) == [0.0, 2.0, 5.0, 8.0, 8.0]
+
+
+def test_those_who_start_end_too_and_the_rest_follows_at_the_same_rate() -> None:
+    # One seat; everybody takes 16 steps.
+    door, _ = intake([], 1000, seats=1)
+    assert delays_s(door, *(waiting(str(i)) for i in range(4))) == [0.0, 8.0, 16.0, 24.0]
+    queue = [waiting(str(i)) for i in range(200)]
+    assert delays_s(door, *queue) == pytest.approx([8.0 * i for i in range(200)])
 
 
 def test_newcomers_wait_for_blocks() -> None:
     door, _ = intake([decode("a", num_output=6)], 12, seats=9)
     # 4 blocks are held for the stream; 8 are free.
-    assert door.start_delays_s([waiting("b", 64), waiting("c", 64)], 0.5) == [0.0, 5.0]
+    assert delays_s(door, waiting("b", 64), waiting("c", 64)) == [0.0, 5.0]
+
+
+def test_facts_are_read_once_per_request_and_verdict() -> None:
+    names = ClassNames()
+    reader = FactReader(names)
+    chat, code = (waiting(n, slo=Slo(ttft_s=2.0), of=slo_class(n)) for n in ("chat", "code"))
+    plain = waiting("plain", at=3.0)
+
+    def same(*requests: Request) -> bool:
+        return np.array_equal(reader.read(list(requests)), FactReader(names).read(list(requests)))
+
+    assert same()
+    assert same(chat, plain)
+    kept = reader.read([chat, plain])
+    assert reader.read([chat, plain]) is kept
+    assert same(plain, code)
+    assert same(chat, plain, code)
+    assert same(plain)
+    code.admission = Admission("code", AdmissionAction.WAIT, "overloaded", is_degraded=True)
+    assert same(code, plain)
+    assert reader.read([code])[TTFT_S].tolist() == [np.inf]
+    assert names.each(len, facts_of([])).size == 0
+    of_two = reader.read([chat, code, chat])
+    assert names.each(ord_sum, of_two).tolist() == [
+        ord_sum("chat"),
+        ord_sum("code"),
+        ord_sum("chat"),
+    ]
+
+
+def ord_sum(name: str) -> int:
+    return sum(map(ord, name))

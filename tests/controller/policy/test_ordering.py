@@ -7,79 +7,94 @@ import math
 import numpy as np
 import pytest
 
-from controller.policy.ordering import (
-    PrefillQueue,
-    class_name,
-    first_due_at,
-    live_promise,
-    oldest_due,
-    token_period_s,
-)
+from controller.policy.facts import class_name, live_promise
+from controller.policy.ordering import PrefillQueue, first_due_at, oldest_due, relegated_last
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Promise, Slo
-from engine.request import Request
+from engine.request import Request, RequestPhase
 from engine.step import Admission, AdmissionAction
-from tests.controller.policy.doubles import decode, running, slo_class, waiting
+from tests.controller.policy.doubles import (
+    decode,
+    facts_of,
+    queue_of,
+    running,
+    slo_class,
+    waiting,
+)
 
 CONFIG = PolicyConfig(pace=0.5)
 
 
-def queue_of(*requests: Request) -> PrefillQueue:
-    return PrefillQueue.of(requests, CONFIG, 1.0, [10] * len(requests), 0.1)
+def ordered(*requests: Request) -> PrefillQueue:
+    return queue_of(requests, CONFIG)
 
 
-def order(queue: PrefillQueue, *relegated: str) -> list[str]:
+def ids(queue: PrefillQueue, *relegated: str) -> list[str]:
     is_relegated = np.array([r.request_id in relegated for r in queue.requests])
-    return [queue.requests[i].request_id for i in queue.order(is_relegated)]
+    return [r.request_id for r in queue.take(relegated_last(is_relegated)).requests]
 
 
 def test_earliest_deadline_first_and_best_effort_by_age() -> None:
-    queue = queue_of(
+    queue = ordered(
         waiting("loose", at=0.0, slo=Slo(ttft_s=30.0)),
         waiting("none", at=1.0),
         waiting("tight", at=2.0, slo=Slo(ttft_s=1.0)),
         waiting("old", at=-20.0),
     )
-    assert queue.due_at.tolist() == [15.0, 31.0, 2.5, 10.0]
-    assert order(queue) == ["tight", "old", "loose", "none"]
-    assert order(queue, "tight") == ["old", "loose", "none", "tight"]
+    assert queue.due_at.tolist() == [2.5, 10.0, 15.0, 31.0]
+    assert ids(queue) == ["tight", "old", "loose", "none"]
+    assert ids(queue, "tight") == ["old", "loose", "none", "tight"]
+    assert ids(ordered()) == []
 
 
 def test_priority_comes_first_and_ties_go_by_arrival() -> None:
-    queue = queue_of(
+    queue = ordered(
         waiting("late", at=1.0, slo=Slo(ttft_s=1.0)),
         waiting("early", at=0.5, slo=Slo(ttft_s=2.0)),
         waiting("first", at=9.0, slo=Slo(ttft_s=9.0), priority=-1),
     )
-    assert order(queue) == ["first", "early", "late"]
+    assert ids(queue) == ["first", "early", "late"]
+    tie = ordered(
+        waiting("late", at=1.0, slo=Slo(ttft_s=1.0)), waiting("early", at=0.5, slo=Slo(ttft_s=2.0))
+    )
+    assert ids(tie) == ["early", "late"]
 
 
 def test_what_a_row_says() -> None:
     stream = decode("cut", slo=Slo(ttft_s=1.0, tpot_s=0.4), last_at=7.0)
+    stream.phase = RequestPhase.PREEMPTED
     started = running(waiting("begun", 100, slo=Slo(ttft_s=1.0)), 48, 0)
-    queue = queue_of(stream, started, waiting("tpot", slo=Slo(tpot_s=0.2)))
-    assert queue.due_at[0] == pytest.approx(7.2)
-    assert queue.deadline_at.tolist() == [math.inf, 0.5, math.inf]
-    assert queue.weight.tolist() == [math.inf, 1.0, 0.0]
-    assert queue.period_s.tolist() == pytest.approx([0.2, 0.5, 0.1])
+    queue = ordered(stream, started, waiting("tpot", slo=Slo(tpot_s=0.2)))
+    assert ids(queue) == ["begun", "cut", "tpot"]
+    assert queue.due_at.tolist() == pytest.approx([0.5, 7.2, 30.0])
+    assert queue.deadline_at.tolist() == [0.5, math.inf, math.inf]
+    assert queue.weight.tolist() == [1.0, math.inf, 0.0]
+    assert queue.period_s.tolist() == pytest.approx([0.5, 0.2, 0.1])
     assert queue.is_started.tolist() == [True, True, False]
-    assert (queue.remaining[1], queue.past[1]) == (52, 48)
+    assert (queue.remaining[0], queue.past[0]) == (52, 48)
+    assert queue.remaining[1] == 1
     taken = queue.take(np.array([1, 0]))
-    assert [r.request_id for r in taken.requests] == ["begun", "cut"]
-    assert taken.past.tolist() == [48, 32]
+    assert [r.request_id for r in taken.requests] == ["cut", "begun"]
+    assert taken.past.tolist() == [32, 48]
     assert len(taken) == 2
 
 
 def test_an_end_to_end_target_leaves_time_for_the_answer() -> None:
-    with_pace = waiting("a", slo=Slo(tpot_s=0.2, e2e_s=10.0))
-    without = waiting("b", slo=Slo(ttft_s=1.0, e2e_s=10.0))
-    assert isinstance(with_pace.promise, Promise)
-    assert isinstance(without.promise, Promise)
+    facts = facts_of(
+        [
+            waiting("a", slo=Slo(tpot_s=0.2, e2e_s=10.0)),
+            waiting("b", slo=Slo(ttft_s=1.0, e2e_s=10.0)),
+            waiting("c", slo=Slo(tpot_s=0.2)),
+        ]
+    )
+
+    def due_at(num_expected: float, step_s: float) -> list[float]:
+        return list(first_due_at(facts, 1.0, np.full(3, num_expected), step_s))
+
     # Ten more tokens at 0.1 s, what a step takes now; p = 0.2 is only the slowest that is allowed.
-    assert first_due_at(with_pace, with_pace.promise, 1.0, 10, 0.1) == pytest.approx(9.0)
-    assert first_due_at(with_pace, with_pace.promise, 1.0, 10, 0.5) == pytest.approx(8.0)
-    assert first_due_at(without, without.promise, 1.0, 10, 0.1) == pytest.approx(1.0)
-    assert first_due_at(with_pace, with_pace.promise, 1.0, 60, 0.5) == pytest.approx(1.0)
+    assert due_at(10.0, 0.1) == pytest.approx([9.0, 1.0, math.inf])
+    assert due_at(10.0, 0.5)[0] == pytest.approx(8.0)
+    assert due_at(60.0, 0.5)[0] == pytest.approx(1.0)
 
 
 def test_degraded_requests_and_strangers_have_no_live_promise() -> None:
@@ -91,18 +106,18 @@ def test_degraded_requests_and_strangers_have_no_live_promise() -> None:
     assert [live_promise(r) for r in (told, marked, waiting("c"))] == [None] * 3
     assert class_name(waiting("c")) == ""
     assert class_name(waiting("d", slo=Slo(), of=slo_class("code"))) == "code"
-    assert token_period_s(None, 0.5, 2.0) == 1.0
 
 
 def test_the_oldest_without_a_live_deadline_is_due_by_age() -> None:
-    queue = queue_of(
+    queue = ordered(
         waiting("kept", at=-99.0, slo=Slo(ttft_s=900.0)),
         waiting("young", at=10.0),
         waiting("older", at=0.0),
         waiting("lost", at=-1.0, slo=Slo(ttft_s=1.0)),
     )
+    assert ids(queue) == ["lost", "older", "young", "kept"]
     nobody = np.zeros(4, dtype=np.bool_)
-    lost = np.array([False, False, False, True])
+    lost = np.array([True, False, False, False])
     assert oldest_due(queue, nobody, 29.9, 30.0) is None
-    assert oldest_due(queue, nobody, 30.0, 30.0) == 2
-    assert oldest_due(queue, lost, 30.0, 30.0) == 3
+    assert oldest_due(queue, nobody, 30.0, 30.0) == 1
+    assert oldest_due(queue, lost, 30.0, 30.0) == 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from controller.policy.budget import DecodeLoad
-from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Promise, Slo
 from engine.request import Request
-from tests.controller.policy.doubles import LinearCostModel, decode
+from tests.controller.policy.doubles import LinearCostModel, decode, table_of
 
 NOW = 10.0
 MODEL = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1)
@@ -18,8 +17,7 @@ MODEL = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1)
 
 def paced(*decodes: Request, config: PolicyConfig | None = None) -> Pacing:
     config = config or PolicyConfig(pace=0.9, gap_limit_s=2.0)
-    load = DecodeLoad(len(decodes), 0)
-    return pace_decodes(NOW, decodes, load, config, MODEL, OutputLengths(default=11))
+    return pace_decodes(NOW, table_of(decodes), np.full(len(decodes), 11.0), config, MODEL)
 
 
 def test_the_tightest_stream_sets_the_limit() -> None:
@@ -97,8 +95,9 @@ def test_an_end_to_end_target_shares_what_is_left() -> None:
 
 def test_a_decode_without_a_token_instant_counts_from_now() -> None:
     stream = decode("a", slo=Slo(tpot_s=0.5))
-    stream.last_token_at = None
+    stream.last_token_at = stream.first_token_at = None
     assert paced(stream).slack_s == pytest.approx(0.45)
+    assert paced(stream).upper_limit_s == pytest.approx(0.5)
 
 
 def upper_limit(num_output: int, first_at: float, upper_pace: float = 1.2) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from controller.policy.lengths import OutputLengths
@@ -17,6 +18,7 @@ from tests.controller.policy.doubles import (
     LinearCostModel,
     Simulation,
     decode,
+    table_of,
     view_of,
     waiting,
 )
@@ -27,7 +29,7 @@ CONFIG = PolicyConfig(pace=1.0, upper_pace=1.0, exploration=0.0)
 
 
 def room(running: list[Request], newcomers: list[Request], most: int = 64) -> StreamRoom:
-    return StreamRoom.of(running, newcomers, most, CONFIG, MODEL)
+    return StreamRoom.of(table_of(running), newcomers, most, CONFIG, MODEL)
 
 
 def test_the_paced_promise_of_a_request() -> None:
@@ -76,6 +78,16 @@ def test_a_copy_is_independent() -> None:
     door = room([decode("s")], [waiting("a")])
     assert door.copy().join(math.inf)
     assert door.join(math.inf)
+
+
+def test_joining_one_by_one_or_all_at_once_is_the_same() -> None:
+    streams, queue = [decode("s", slo=Slo(tpot_s=0.14))], [waiting(f"{i}") for i in range(5)]
+    for targets in ([math.inf] * 3, [0.14] * 3, [0.13, 0.15, 0.15], [math.inf] * 4, [0.15] * 9, []):
+        one_by_one = room(streams, queue)
+        can_join = False not in [one_by_one.join(target_s) for target_s in targets]
+        assert room(streams, queue).can_all_join(np.array(targets)) == can_join
+    assert room([], queue).can_all_join(np.array([0.01]))
+    assert not room([], queue).can_all_join(np.array([0.01, math.inf]))
 
 
 def test_the_plan_says_that_pace_kept_somebody_out() -> None:
