@@ -7,7 +7,7 @@ thread, read by scrapes on others. Never a label per request or tenant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -119,6 +119,13 @@ class Metrics:
             self._tpot.labels(slo_class).observe(judged.tpot_s)
         if judged.attained:
             self._good_tokens.labels(slo_class).inc(request.num_output_tokens)
+
+    def on_abort(self, requests: Sequence[Request]) -> None:
+        """Count requests that no step will report (after a fatal error): nobody runs any more."""
+        for request in requests:
+            self.on_request_finished(request)
+        self._preempted.set(0)
+        self._vllm.on_abort()
 
     def on_slo_ignored(self, count: int) -> None:
         """Count targets that the lenient mode left out."""

@@ -191,6 +191,11 @@ class VllmMetrics:
                 self._cache_queries.inc(request.num_prompt_tokens)
                 self._cache_hits.inc(request.num_cached_tokens)
 
+    def on_abort(self) -> None:
+        """Show that nothing runs, waits or holds blocks any more."""
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.set(0)
+
     def on_request_finished(self, request: Request) -> None:
         """Take one request's whole times; rejected requests were never processed."""
         self._last_token_at.pop(request.request_id, None)

@@ -32,6 +32,7 @@ from engine.clock import MonotonicClock
 from engine.config import EngineConfig
 from engine.loop import EngineLoop
 from engine.ports import Planner, StepListener
+from engine.request import Request
 from store.errors import StoreError
 from store.queries import TelemetryReader
 from store.records import RunRecord
@@ -135,6 +136,11 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         clock,
         listeners,
     )
+
+    def record_endings(requests: tuple[Request, ...]) -> None:
+        feed.record_endings(requests)
+        metrics.on_abort(requests)
+
     service = Service(
         loop,
         hub,
@@ -152,7 +158,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         engine.tokenizer,
         PromiseTerms(settings.slo_classes, settings.default_slo_class),
         run_id=run.run_id,
-        on_abort=feed.record_endings,
+        on_abort=record_endings,
         stuck_after_s=settings.stuck_after_s,
     )
     writer.start()

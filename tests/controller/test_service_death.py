@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 
 from controller.api.app import create_app
+from controller.config import Settings
 from controller.runtime.generation import TokenEvent
+from controller.runtime.wiring import build_runtime
 from engine.ports import DeviceLostError, EngineView
 from engine.request import FinishReason, Request
 from engine.step import StepPlan
 from store.records import RequestRecord
 from tests.controller.service_double import ByteTokenizer, Wire, call, run_async, sse
 from tests.controller.service_rig import Rig, collect, running_service, until
+from tests.controller.test_api_engine import save_tiny_model
 
 COMPLETIONS = "/v1/completions"
 
@@ -214,3 +218,34 @@ def test_a_submission_while_a_stop_waits_for_a_step_does_not_touch_the_loop(rig:
 
     ends = asyncio.run(scenario())
     assert [end.failure for end in ends] == ["the server was stopped"] * 2
+
+
+@pytest.mark.device
+def test_metrics_tell_of_everybody_that_the_end_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path)
+    settings = Settings(
+        model=str(tmp_path), served_model_name="tiny", device="cpu", is_warmup_enabled=False,
+        db=f"sqlite:///{tmp_path / 't.db'}", kv_cache_memory_bytes=1 << 20,
+    )  # fmt: skip
+    runtime = build_runtime(settings, lambda done, total, what: None)
+    forward = runtime.engine.runner.execute
+
+    def execute(plan: StepPlan, requests: Any) -> Any:
+        if plan.num_decode_tokens:
+            raise DeviceLostError("the context is gone")
+        return forward(plan, requests)
+
+    monkeypatch.setattr(runtime.engine.runner, "execute", execute)
+    app = create_app(runtime.service, metrics=runtime.metrics)
+    answer = call(app, "POST", COMPLETIONS, body={"prompt": "hello", "ignore_eos": True})
+    assert answer.status_code == 503
+    runtime.close()
+    value = runtime.metrics.registry.get_sample_value
+    labels = {"slo_class": "default", "finish_reason": "error"}
+    assert value("paceline_requests_finished_total", labels) == 1
+    labels = {"model_name": "tiny", "engine": "0"}
+    assert value("vllm:num_requests_running", labels) == 0
+    assert value("vllm:kv_cache_usage_perc", labels) == 0
+    assert value("vllm:request_success_total", labels | {"finished_reason": "error"}) == 1
