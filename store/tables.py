@@ -187,3 +187,32 @@ event = Table(
 Index(None, event.c.at, event.c.run_id, event.c.event_no)
 Index(None, event.c.kind, event.c.at)
 Index(None, event.c.request_id)
+
+profile = Table(
+    "profile",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("created_at", BigInteger, nullable=False),
+    # Whom it was tuned for; NULL = nobody in particular, and no server takes it.
+    Column("model", String(256)),
+    Column("device", String(128)),
+    Column("verdict", String(16), nullable=False),
+    # At most one active profile per model.
+    Column("is_active", Boolean, nullable=False),
+    Column("study", String(256)),
+    Column("document", JSON(none_as_null=True), nullable=False),
+)
+Index(None, profile.c.model, profile.c.is_active)
+
+tune_trial = Table(
+    "tune_trial",
+    metadata,
+    Column("study", String(256), primary_key=True),
+    Column("trial_no", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", BigInteger, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("score", Double),
+    Column("reason", Text),
+    Column("settings", JSON(none_as_null=True), nullable=False),
+    Column("measures", JSON(none_as_null=True), nullable=False),
+)
