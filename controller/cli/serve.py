@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from controller.runtime.wiring import Runtime
 
 EXIT_CANNOT_START = 2
+_STOPPED_LOADING = "stopped while loading"
 _STATUS_INTERVAL_S = 10.0
 
 
@@ -79,13 +80,21 @@ def serve(
     os.environ.setdefault("TQDM_DISABLE", "1")
     with contextlib.closing(listener):
         failure = asyncio.run(_serve(settings, listener))
+    if failure == _STOPPED_LOADING:
+        # The loading thread may be anywhere in native code, which the interpreter's end aborts.
+        _say_error(failure)
+        os._exit(EXIT_CANNOT_START)
     if failure is not None:
         _fail(failure)
     print("paceline: stopped", flush=True)
 
 
-def _fail(message: str) -> typing.NoReturn:
+def _say_error(message: str) -> None:
     print(f"paceline: error: {message}", file=sys.stderr, flush=True)
+
+
+def _fail(message: str) -> typing.NoReturn:
+    _say_error(message)
     raise typer.Exit(EXIT_CANNOT_START)
 
 
@@ -152,7 +161,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
     )
     if not loading.done():
         await serving
-        return "stopped while loading"
+        return _STOPPED_LOADING
     runtime = loading.result()
     if isinstance(runtime, str):
         server.should_exit = True

@@ -172,3 +172,32 @@ def test_a_real_server_from_banner_to_flushed_telemetry(
     assert "token 4" in shown.output
     summary = CliRunner().invoke(app, ["telemetry", "summary", "--db", database, "--json"])
     assert json.loads(summary.output)
+
+
+# A load that never ends; whoever ends in order would wait for its thread, or abort in it.
+NEVER_LOADED = """
+import atexit, threading
+from controller.runtime import wiring
+from controller.cli.main import main
+atexit.register(print, "in order")
+def build_runtime(settings, progress):
+    print("loading", flush=True)
+    threading.Event().wait()
+wiring.build_runtime = build_runtime
+main()
+"""
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", NEVER_LOADED, "serve", "demo", "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "loading\n"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert (out, err) == ("", "paceline: error: stopped while loading\n")
