@@ -145,7 +145,7 @@ def _detect(path: Path, first: str) -> TraceFormat:
             # Whatever is wrong is said with its position by the reader of JSON lines.
             return TraceFormat.JSONL
     else:
-        names = {cell.strip() for cell in next(csv.reader([first]))}
+        names = {cell.strip(' "\r\n') for cell in first.split(",")}
     for layout in LAYOUTS.values():
         if layout.is_json == first.lstrip().startswith("{") and layout.time_column in names:
             return layout.format
@@ -174,7 +174,10 @@ def _table_cells(path: Path, lines: Iterator[str], layout: Layout) -> _Cells:
                 )
             yield reader.line_num, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise TraceError(path, f"is no CSV: {error}", line=reader.line_num) from error
+        # The library's own words are advice to a programmer.
+        is_bare_return = str(error).startswith("new-line character")
+        problem = "a carriage return ends no line here" if is_bare_return else str(error)
+        raise TraceError(path, f"is no CSV: {problem}", line=reader.line_num) from error
 
 
 def _json_cells(path: Path, lines: Iterator[str]) -> _Cells:

@@ -58,6 +58,8 @@ def test_no_burstiness_is_evenly_spaced() -> None:
         assert workload.num_requests == 40
         assert gaps_of(workload) == pytest.approx(0.25)
         assert 0 <= workload.arrivals[0].at_s < 0.25
+    starts = {gamma(4.0, 10.0, SHORT, seed, burstiness=0.0).arrivals[0].at_s for seed in range(9)}
+    assert len(starts) == 9
 
 
 @pytest.mark.parametrize("burstiness", [0.2, 1.0, 9.0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from controller.workload import trace_text
 from controller.workload.traces import TraceError, read_trace
@@ -57,7 +60,9 @@ def own(cells: str) -> str:
         (azure("2023-11-16 18:17:03.9799599,5,6"), 3, "TIMESTAMP", "earlier than the row before"),
         (azure("2023-11-16 18:17:04,5"), 3, None, "has 2 cells, but the header has 3"),
         (azure("2023-11-16 18:17:04,5,6,7"), 3, None, "has 4 cells, but the header has 3"),
-        (azure('2023-11-16 18:17:04,5,"6'), 3, None, "no CSV"),
+        (azure('2023-11-16 18:17:04,5,"6'), 3, None, "no CSV: unexpected end of data"),
+        (AZURE_HEADER.replace("\n", "\r") + AZURE_ROW, 1, None, "a carriage return ends no line"),
+        ('"TIMESTAMP","ContextTokens"', 1, "GeneratedTokens", "is missing"),
         (azure("\n\n2023-11-16 18:17:04,5,x"), 5, "GeneratedTokens", "got 'x'"),
         (AZURE_HEADER, None, None, "holds no request"),
         ("TIMESTAMP,ContextTokens\n" + AZURE_ROW, 1, "GeneratedTokens", "is missing"),
@@ -151,6 +156,31 @@ def test_sorting_cures_the_order_and_nothing_else(tmp_path: Path) -> None:
     assert refusal(tmp_path, text).line == 3
     assert read_trace(tmp_path / "broken.trace", sort=True).num_requests == 2
     assert refusal(tmp_path, azure("2023-11-16 18:17:03,5,x"), sort=True).line == 3
+
+
+WHOLE = [
+    (AZURE_HEADER + AZURE_ROW * 3).encode(),
+    (OWN_HEADER + "0,1,1,chat\n0.5,2,2,\n").encode(),
+    (MOONCAKE_ROW * 3).encode(),
+    (OWN_ROW * 3).encode(),
+    gzip.compress((OWN_ROW * 3).encode(), mtime=0),
+]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    whole=st.sampled_from(WHOLE),
+    cut=st.tuples(st.integers(0, 300), st.integers(0, 4)),
+    put=st.binary(max_size=4) | st.sampled_from([b'"', b"\n", b",", b"{", b"1e", b"\x00", b"\r"]),
+)
+def test_damage_anywhere_is_a_trace_or_a_refusal_never_another_error(
+    tmp_path: Path, whole: bytes, cut: tuple[int, int], put: bytes
+) -> None:
+    start, length = cut
+    path = tmp_path / "damaged"
+    path.write_bytes(whole[:start] + put + whole[start + length :])
+    with contextlib.suppress(TraceError):
+        assert read_trace(path).num_requests > 0
 
 
 def test_a_file_that_is_not_there_and_a_folder(tmp_path: Path) -> None:
