@@ -142,7 +142,10 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token is missing: the next step computes and samples one."""
-        return self.num_remaining_tokens == 1 and len(self.output_token_ids) > 0
+        # Written out: a planner asks this of everybody in every step.
+        num_output = len(self.output_token_ids)
+        num_known = len(self.prompt_token_ids) + num_output
+        return num_output > 0 and num_known - self.num_computed_tokens == 1
 
     @property
     def is_finished(self) -> bool:

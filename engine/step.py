@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class WorkKind(enum.StrEnum):
@@ -35,9 +36,9 @@ class AdmissionAction(enum.StrEnum):
     REJECT = "reject"
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """One request's share of a step.
+class StepWork(NamedTuple):
+    """One request's share of a step; a tuple, for a step has many and making them is half of a
+    plan.
 
     `num_tokens` tokens are computed after the `num_computed_tokens` that already stand in the KV
     cache. A decode computes exactly one token. A prefill chunk that reaches the last known token

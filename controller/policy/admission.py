@@ -103,19 +103,15 @@ def screen(
     # Whoever stands before the first new one has been let in already.
     arriving = kept[new[0] :]
     del kept[new[0] :]
-    num_tokens = sum(request.num_prompt_tokens for request in kept)
     verdicts: list[Admission] = []
     for request in arriving:
         if request.admission is None:
             refusal = hard_refusal(request, view)
             if refusal is None:
-                refusal = _queue_refusal(
-                    request, view, len(kept), num_tokens, max_waiting_tokens, drain_s
-                )
+                refusal = _queue_refusal(request, view, kept, max_waiting_tokens, drain_s)
             if refusal is not None:
                 verdicts.append(refusal)
                 continue
-        num_tokens += request.num_prompt_tokens
         kept.append(request)
         if len(kept) > max_judged and request.admission is None:
             verdicts.append(Admission(request.request_id, AdmissionAction.WAIT, QUEUED))
@@ -125,13 +121,16 @@ def screen(
 def _queue_refusal(
     request: RequestView,
     view: EngineView,
-    num_waiting: int,
-    num_tokens: int,
+    ahead: Sequence[RequestView],
     max_waiting_tokens: int | None,
     drain_s: Callable[[int], float] | None,
 ) -> Admission | None:
-    if num_waiting >= view.max_waiting_requests:
-        return _full(request, f"{num_waiting} requests are waiting already", num_tokens, drain_s)
+    is_full = len(ahead) >= view.max_waiting_requests
+    if not is_full and max_waiting_tokens is None:
+        return None
+    num_tokens = sum([request.num_prompt_tokens for request in ahead])
+    if is_full:
+        return _full(request, f"{len(ahead)} requests are waiting already", num_tokens, drain_s)
     # A prompt longer than the bound is let in alone: the bound limits the queue, not the prompt.
     is_over = max_waiting_tokens is not None and (
         num_tokens + request.num_prompt_tokens > max_waiting_tokens

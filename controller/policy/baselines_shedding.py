@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from controller.policy.budget import WORST_S, DecodeLoad, latency_curve
+from controller.policy.budget import WORST_S, DecodeLoad
 from controller.policy.facts import RunningTable
 from controller.policy.judging import Judged
 from controller.policy.lengths import OutputLengths
-from controller.policy.pacing import NO_PREFILL, ZERO_TOKENS, Pacing
+from controller.policy.pacing import Pacing
 from controller.policy.planner import Budget, Seated, SloPlanner
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -42,18 +42,19 @@ class SheddingPlanner(SloPlanner):
         )
 
     def _pace(self, now: float, running: RunningTable) -> Pacing:
-        alone = latency_curve(self._cost_model, running.load, NO_PREFILL, ZERO_TOKENS)
-        return Pacing(
-            limit_s=WORST_S,
-            upper_limit_s=WORST_S,
-            period_s=WORST_S,
-            gap_limit_s=WORST_S,
-            decode_s=float(alone.mean_s[0]),
-            decode_upper_s=float(alone.upper_s[0]),
-            tightest_id=None,
-            slack_s=None,
-            is_gap_limited=False,
-            holds_periods=False,
+        return (
+            super()
+            ._pace(now, running)
+            ._replace(
+                limit_s=WORST_S,
+                upper_limit_s=WORST_S,
+                period_s=WORST_S,
+                gap_limit_s=WORST_S,
+                tightest_id=None,
+                slack_s=None,
+                is_gap_limited=False,
+                holds_periods=False,
+            )
         )
 
     def _choose(
@@ -63,6 +64,7 @@ class SheddingPlanner(SloPlanner):
         seated: Seated,
         decodes: DecodeLoad,
         pacing: Pacing,
+        within: int,
         room: int,
     ) -> Budget:
         num_tokens = min(room, seated.load.num_tokens)

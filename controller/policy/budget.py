@@ -61,9 +61,15 @@ class PrefillLoad:
             return self
         return PrefillLoad(self.amounts[:num_pieces], self.past[:num_pieces])
 
-    def is_same(self, other: PrefillLoad) -> bool:
-        """Whether both hold the same work in the same order."""
-        return np.array_equal(self.amounts, other.amounts) and np.array_equal(self.past, other.past)
+    def begins(self, other: PrefillLoad) -> bool:
+        """Whether `other` begins with this work, its last piece cut perhaps."""
+        num = self.amounts.size
+        return (
+            num <= other.amounts.size
+            and np.array_equal(self.amounts[:-1], other.amounts[: num - 1])
+            and bool(self.amounts[-1] <= other.amounts[num - 1])
+            and np.array_equal(self.past, other.past[:num])
+        )
 
     def fill_features(self, num_tokens: FloatArray, rows: FloatArray) -> None:
         """Write what budgets of `num_tokens` (c,) compute, first come, first filled, into the

@@ -35,7 +35,7 @@ from engine.request import RequestPhase
 # A request preempted this often is spared as long as another victim is left.
 MAX_PREEMPTIONS = 3
 # Newcomers whose start is foreseen one by one.
-_FORESEEN = 64
+_FORESEEN = 32
 
 
 def split_running(

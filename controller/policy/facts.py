@@ -149,9 +149,11 @@ class FactReader:
 class RunningTable:
     """The running requests of a step as columns, shape (n,): the first `num_decodes` decode, the
     others compute prompts.
+
+    `load` is what the decodes cost a step.
     """
 
-    __slots__ = ("_held", "facts", "num_computed", "num_decodes", "num_output", "requests")
+    __slots__ = ("_held", "facts", "load", "num_computed", "num_decodes", "num_output", "requests")
 
     def __init__(
         self, requests: Sequence[RequestView], num_decodes: int, facts: FloatArray
@@ -166,16 +168,13 @@ class RunningTable:
         self.num_output: FloatArray = self.num_computed + 1.0 - facts[NUM_PROMPT]
         for i in range(num_decodes, len(requests)):
             self.num_output[i] = requests[i].num_output_tokens
+        self.load = DecodeLoad(
+            num_decodes, int(self.num_computed[:num_decodes].sum()) + num_decodes
+        )
         self._held: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    @property
-    def load(self) -> DecodeLoad:
-        """What the decodes cost a step."""
-        num = self.num_decodes
-        return DecodeLoad(num, int(self.num_computed[:num].sum()) + num)
 
     @property
     def num_known(self) -> FloatArray:

@@ -34,9 +34,15 @@ from controller.policy.facts import (
     TTFT_S,
     live_promise,
 )
-from controller.policy.on_time import Outlook, drain_s, late_set, predict_alone
+from controller.policy.on_time import (
+    Outlook,
+    drain_s,
+    late_set,
+    predict_alone,
+    predict_decode_alone,
+)
 from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
-from controller.policy.pacing import NO_PREFILL, ZERO_TOKENS, Pacing
+from controller.policy.pacing import Pacing
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
@@ -116,9 +122,11 @@ def judge_queue(
     curve = latency_curve(cost_model, decodes, head, candidate_tokens(room))
     # Where the decodes leave no room at all, prompts still get one block per turn.
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
-    outlook = _outlook(decodes, pacing, curve, intake, config, cost_model)
-    work_s, done_s = drain_s(curve, queue, outlook, quota_rate, config.upper_share)
+    new = [i for i, request in enumerate(wanting) if request.admission is None]
     left_s = queue.deadline_at - now
+    work_s, done_s = _drained(
+        queue, decodes, pacing, curve, intake, quota_rate, left_s, config, is_told=bool(new)
+    )
     work_left_s = left_s - (done_s - work_s.cumsum())
     is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
@@ -131,8 +139,7 @@ def judge_queue(
         is_late[kept] = started_s > left_s[kept]
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
-    new = [i for i, request in enumerate(wanting) if request.admission is None]
-    verdicts = _on_pace([wanting[i] for i in new], alone_tokens, cost_model, tolerance)
+    verdicts = _on_pace([wanting[i] for i in new], cost_model, tolerance)
     if is_late.any():
         # Those that are dropped come after everybody who is kept.
         last_s = np.maximum(done_s, work_s[~is_late].sum() + work_s)
@@ -163,24 +170,34 @@ def judge_queue(
     return Judged(queue, is_late, ttft_s, lower, head, curve, verdicts, new)
 
 
-def _outlook(
+def _drained(
+    queue: PrefillQueue,
     decodes: DecodeLoad,
     pacing: Pacing,
     curve: LatencyCurve,
     intake: Intake,
+    quota_rate: float,
+    left_s: FloatArray,
     config: PolicyConfig,
-    cost_model: CostModel,
-) -> Outlook:
-    """Say how the rate for prompts will change; where no target holds it down, it will not."""
-    if pacing.tightest_id is None:
-        return Outlook.still(pacing.period_s)
-    empty = latency_curve(cost_model, DecodeLoad(0, 0), NO_PREFILL, ZERO_TOKENS)
-    relief_s = (pacing.decode_s - float(empty.mean_s[0])) / decodes.num_requests
+    *,
+    is_told: bool,
+) -> tuple[FloatArray, FloatArray]:
+    """Predict work and end of everybody (`drain_s`).
+
+    Streams that hold the rate down end, and leave their share of the step. That is looked at where
+    somebody is told a prediction, or would be late without it: who is on time without is so with.
+    """
+    if pacing.tightest_id is None or not is_told:
+        still = Outlook.still(pacing.period_s)
+        work_s, done_s = drain_s(curve, queue, still, quota_rate, config.upper_share)
+        if pacing.tightest_id is None or not (done_s > left_s).any():
+            return work_s, done_s
+    relief_s = (pacing.decode_s - pacing.empty_s) / decodes.num_requests
     # A step takes what its budget takes, as long as prompts wait.
-    steered_s = curve.steered_s(config.upper_share)
-    budget = np.interp(pacing.period_s, steered_s, curve.tokens)
+    budget = np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.tokens)
     step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
-    return intake.outlook(pacing, max(relief_s, 0.0), step_s)
+    outlook = intake.outlook(pacing, relief_s, step_s)
+    return drain_s(curve, queue, outlook, quota_rate, config.upper_share)
 
 
 def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
@@ -195,7 +212,7 @@ def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
 
 
 def _on_pace(
-    unheard: Sequence[RequestView], alone_tokens: int, cost_model: CostModel, tolerance: float
+    unheard: Sequence[RequestView], cost_model: CostModel, tolerance: float
 ) -> dict[str, Admission]:
     """Verdicts on new requests whose token pace not even an idle server reaches."""
     new = [
@@ -208,10 +225,10 @@ def _on_pace(
     if not new:
         return {}
     prompt = np.array([request.num_prompt_tokens for request in new], dtype=np.float64)
-    alone = predict_alone(cost_model, prompt, alone_tokens)
+    decode_s = predict_decode_alone(cost_model, prompt).tolist()
     verdicts = (
-        verdict_on_pace(request, decode_s, tolerance)
-        for request, decode_s in zip(new, alone.decode_s.tolist(), strict=True)
+        verdict_on_pace(request, alone_s, tolerance)
+        for request, alone_s in zip(new, decode_s, strict=True)
     )
     return {verdict.request_id: verdict for verdict in verdicts if verdict is not None}
 
@@ -245,7 +262,7 @@ def _on_late(
     if not requests:
         return {}
     prompt = facts[NUM_PROMPT][is_heard][is_waiting]
-    first_token_s = predict_alone(cost_model, prompt, alone_tokens).first_token_s
+    first_token_s = predict_alone(cost_model, prompt, alone_tokens)
     if is_idle:
         # This is the idle server: its chunks keep the gap limit, so it may need longer than one
         # unbounded step, and to come back later would not help.

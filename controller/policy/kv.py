@@ -76,7 +76,7 @@ class BlockLedger:
         free.
         """
         size = self.block_size
-        needed = sum(len(r.block_table) * size <= r.num_computed_tokens for r in decodes)
+        needed = sum([len(r.block_table) * size <= r.num_computed_tokens for r in decodes])
         if needed > self.num_free:
             return False
         self.num_free -= needed

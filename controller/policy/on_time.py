@@ -55,12 +55,15 @@ def drain_s(
     """
     steered_s = curve.steered_s(upper_share)
     num_ended = np.arange(outlook.ends_s.size + 1)
-    starts_s = np.concatenate(([0.0], outlook.ends_s))
+    starts_s = np.zeros(num_ended.size)
+    starts_s[1:] = outlook.ends_s
     total = queue.remaining.cumsum()
     work_s, done_s = np.empty(total.size), np.empty(total.size)
     # Nobody before the first one: the running streams alone count.
-    loosest_s = np.full(1, outlook.periods_s.max())
-    before_s = np.minimum.accumulate(np.concatenate((loosest_s, queue.period_s[:-1])))
+    before_s = np.empty(total.size)
+    before_s[0] = outlook.periods_s.max()
+    before_s[1:] = queue.period_s[:-1]
+    np.minimum.accumulate(before_s, out=before_s)
     # The shortest period before k falls along the queue: few values, each for a stretch of it.
     free_s = 0.0
     bounds = [0, *((before_s[1:] < before_s[:-1]).nonzero()[0] + 1).tolist(), total.size]
@@ -74,7 +77,8 @@ def drain_s(
         token_s = np.maximum(token_s, 1e-12)
         # Tokens that can be computed before each change of the rate, once those before are done.
         from_s = np.maximum(starts_s, free_s)
-        reached = np.concatenate(([0.0], (np.diff(from_s) / token_s[:-1]).cumsum()))
+        reached = np.zeros(from_s.size)
+        ((from_s[1:] - from_s[:-1]) / token_s[:-1]).cumsum(out=reached[1:])
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
         stage = reached.searchsorted(wanted, side="left") - 1
         rate_s = token_s[stage]
@@ -136,28 +140,25 @@ def late_set(
     return is_dropped
 
 
-class Alone(NamedTuple):
-    """What requests would see on an idle server: seconds to the first token, and per decode step;
-    shape (n,).
+def predict_alone(cost_model: CostModel, num_prompt: FloatArray, most_tokens: int) -> FloatArray:
+    """Predict the seconds to the first token of each request on an idle server, its prompt (n
+    tokens each) in the largest chunks (`most_tokens`) that a step may hold; shape (n,).
     """
-
-    first_token_s: FloatArray
-    decode_s: FloatArray
-
-
-def predict_alone(cost_model: CostModel, prompt: FloatArray, most_tokens: int) -> Alone:
-    """Predict the mean for each request alone, its prompt (n tokens each) in the largest chunks
-    (`most_tokens`) that a step may hold.
-    """
-    num_full, rest = np.divmod(prompt, most_tokens)
-    rows = np.zeros((3, prompt.size, NUM_FEATURES))
-    chunk = np.minimum(prompt, most_tokens)
+    num_full, rest = np.divmod(num_prompt, most_tokens)
+    rows = np.zeros((2, num_prompt.size, NUM_FEATURES))
+    chunk = np.minimum(num_prompt, most_tokens)
     # All full chunks at their average past, (0 + ... + (k - 1)) / k chunks.
     rows[0, :, 0], rows[0, :, 3] = chunk, chunk * chunk * np.maximum(num_full - 1.0, 0.0) / 2.0
     rows[0, :, 4] = chunk * chunk
     rows[1, :, 0], rows[1, :, 3], rows[1, :, 4] = rest, rest * num_full * most_tokens, rest * rest
-    rows[2, :, 1], rows[2, :, 2] = 1.0, prompt + 1.0
     mean_s = made_safe(cost_model.predict(rows.reshape(-1, NUM_FEATURES)).mean_s)
-    full_s, rest_s, decode_s = mean_s.reshape(3, prompt.size)
+    full_s, rest_s = mean_s.reshape(2, num_prompt.size)
     first_token_s = np.where(num_full > 0.0, num_full * full_s, 0.0)
-    return Alone(first_token_s + np.where(rest > 0.0, rest_s, 0.0), decode_s)
+    return first_token_s + np.where(rest > 0.0, rest_s, 0.0)
+
+
+def predict_decode_alone(cost_model: CostModel, num_prompt: FloatArray) -> FloatArray:
+    """Predict the seconds of one decode step of each request on an idle server, shape (n,)."""
+    rows = np.zeros((num_prompt.size, NUM_FEATURES))
+    rows[:, 1], rows[:, 2] = 1.0, num_prompt + 1.0
+    return made_safe(cost_model.predict(rows).mean_s)

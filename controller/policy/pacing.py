@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.budget import PrefillLoad, latency_curve
+from controller.policy.budget import PrefillLoad, made_safe
 from controller.policy.facts import (
     E2E_S,
     MAX_TOKENS,
@@ -22,7 +22,7 @@ from controller.policy.facts import (
 )
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
-from costmodel.features import FloatArray
+from costmodel.features import NUM_FEATURES, FloatArray
 from engine.ports import RequestView
 
 NO_PREFILL = PrefillLoad(np.empty(0), np.empty(0))
@@ -37,7 +37,7 @@ class Pacing(NamedTuple):
     `limit_s` is the time until the first stream is due, for the mean of a step, `upper_limit_s`
     that for its upper bound, `period_s` the shortest period among the
     streams (both the gap limit without decodes). `decode_s` and `decode_upper_s` are the mean and
-    the upper bound of a step without prefill.
+    the upper bound of a step without prefill, `empty_s` the mean of one without decodes too.
     `tightest_id` and `slack_s` name the tightest stream that has a target; `is_gap_limited` says
     that a gap limit, not a target, set `limit_s`. `holds_periods` is False for a planner that lets
     nobody's pace bound its steps.
@@ -49,6 +49,7 @@ class Pacing(NamedTuple):
     gap_limit_s: float
     decode_s: float
     decode_upper_s: float
+    empty_s: float
     tightest_id: str | None
     slack_s: float | None
     is_gap_limited: bool
@@ -76,8 +77,11 @@ def pace_decodes(
     prompts can progress at all.
     """
     num = decodes.num_decodes
-    alone = latency_curve(cost_model, decodes.load, NO_PREFILL, ZERO_TOKENS)
-    decode_s, decode_upper_s = float(alone.mean_s[0]), float(alone.upper_s[0])
+    rows = np.zeros((2, NUM_FEATURES))
+    rows[1, 1:3] = decodes.load
+    alone = cost_model.predict(rows)
+    empty_s, decode_s = np.maximum.accumulate(made_safe(alone.mean_s)).tolist()
+    decode_upper_s = max(decode_s, float(made_safe(alone.upper_s)[1]))
     gap_limit_s = max(config.gap_limit_s, 2.0 * decode_s)
     # The gap limit is paced like a target: the upper bound may reach it, the mean may not.
     pace = config.pace
@@ -87,8 +91,7 @@ def pace_decodes(
     if num:
         requests = decodes.requests
         # A decode has emitted a token; a view that knows no instant of it counts from now.
-        instants = [request.last_token_at for request in requests[:num]]
-        last_at = np.array([now if at is None else at for at in instants])
+        last_at = _instants([request.last_token_at for request in requests[:num]], now)
         earliest_at = min(earliest_at, float(last_at.min()) + gap_limit_s)
         target_s = stream_targets_s(decodes, last_at, num_expected)
         live = ((target_s >= _HOPELESS * decode_s) & (target_s < math.inf)).nonzero()[0]
@@ -103,7 +106,7 @@ def pace_decodes(
                 banked_at = np.array([_next_deadline_at(requests[i]) for i in live.tolist()])
                 banked_s = np.where(banked_at < math.inf, banked_at - next_at, 0.0)
                 next_at += config.bank * np.maximum(banked_s, 0.0)
-            first_at = np.array([_first_token_at(requests[i], now) for i in live.tolist()])
+            first_at = _instants([requests[i].first_token_at for i in live.tolist()], last_at)
             even_at = first_at + decodes.num_output[live] * target_s
             worst_at = worst_due_at(even_at, last_at, target_s, config.upper_pace)
             upper_at = min(upper_at, float(np.maximum(worst_at, next_at).min()))
@@ -119,6 +122,7 @@ def pace_decodes(
         gap_limit_s=gap_limit_s,
         decode_s=decode_s,
         decode_upper_s=decode_upper_s,
+        empty_s=empty_s,
         tightest_id=tightest_id,
         slack_s=None if tightest_id is None else paced_at - now,
         is_gap_limited=gap_at < paced_at,
@@ -158,9 +162,11 @@ def stream_targets_s(
     return target_s
 
 
-def _first_token_at(request: RequestView, now: float) -> float:
-    at = request.last_token_at if request.first_token_at is None else request.first_token_at
-    return now if at is None else at
+def _instants(instants: list[float | None], otherwise: float | FloatArray) -> FloatArray:
+    """Return the instants as an array, those that are not known replaced."""
+    # None becomes not a number.
+    known = np.array(instants, dtype=np.float64)
+    return np.where(np.isnan(known), otherwise, known) if math.isnan(known.sum()) else known
 
 
 def _next_deadline_at(request: RequestView) -> float:

@@ -142,8 +142,16 @@ class SloPlanner:
                 config,
                 self._cost_model,
             )
-            seated = self._seat(view, judged, ledger, intake, room)
-            budget = self._choose(view, judged, seated, load, pacing, room)
+            within = most_tokens_within(
+                self._cost_model,
+                load,
+                judged.head,
+                judged.curve,
+                pacing.limit_s,
+                pacing.upper_share,
+            )
+            seated = self._seat(view, judged, ledger, intake, running, within, room)
+            budget = self._choose(view, judged, seated, load, pacing, within, room)
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
             starting = []
             for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True):
@@ -222,6 +230,8 @@ class SloPlanner:
         judged: Judged,
         ledger: BlockLedger,
         intake: Intake,
+        running: RunningTable,
+        within: int,
         room: int,
     ) -> Seated:
         """Reserve seats and blocks: for running prefills first, then preempted ones, then new ones.
@@ -229,13 +239,19 @@ class SloPlanner:
         Each group in serving order; a preempted request that cannot resume lets nobody new in
         before it. In every `turn_period`-th step the oldest due request is served first; in the
         others its seat and blocks are set aside, so that neither a stream of promises nor one of
-        small prompts keeps it out for ever. Nobody is seated behind `room` tokens of others, and
-        only the first `_MOST_TRIED` are tried.
+        small prompts keeps it out for ever.
+
+        Only as many are looked at as can matter: nobody is seated behind the tokens that fit the
+        step (twice `within`, N⁺ for the head of the queue), and at most `_MOST_TRIED` are tried.
+        Where nothing fits beside the decodes and it is nobody's turn, nobody is.
         """
         config, queue = self._config, judged.queue
         due = oldest_due(queue, judged.is_relegated, view.now, config.max_wait_s)
         # An empty engine has nobody to be fair to, and only steps that do something are counted.
         is_turn = due is not None and (view.step_no % config.turn_period == 0 or not view.running)
+        if within == 0 and running.num_decodes and not is_turn:
+            return Seated([], [], PrefillLoad(np.empty(0), np.empty(0)), False, False, False)
+        reach = min(room, max(2 * within, view.block_size))
         is_started = queue.is_started
         started = is_started.nonzero()[0].tolist()
         tried = (~is_started).nonzero()[0][:_MOST_TRIED].tolist()
@@ -264,7 +280,7 @@ class SloPlanner:
             has_turn = is_turn and i == due
             while ahead and ahead[0] < i and not has_turn:
                 num_ahead += amounts[ahead.pop(0)]
-            if is_resuming or intake.is_full or num_ahead >= room:
+            if is_resuming or intake.is_full or num_ahead >= reach:
                 break
             request = queue.at(i)
             if intake.admit(request, has_turn=has_turn):
@@ -292,23 +308,26 @@ class SloPlanner:
         seated: Seated,
         decodes: DecodeLoad,
         pacing: Pacing,
+        within: int,
         room: int,
     ) -> Budget:
         """Choose N between N⁻ and N⁺ over the seated work, and name what bound it."""
         config, lower = self._config, judged.lower_tokens
         most = min(room, seated.load.num_tokens)
         if most == 0:
-            if room > 0 and seated.is_short_of_blocks:
+            is_held_up = within > 0 and room > 0
+            if is_held_up and seated.is_short_of_blocks:
                 return Budget(0, lower, 0, "kv_blocks")
-            is_outpaced = room > 0 and seated.is_outpaced
-            return Budget(0, lower, 0, "decode_slack" if is_outpaced else "token_budget")
-        head = seated.load.head(room)
+            if room > 0 and (within == 0 or seated.is_outpaced):
+                return self._held_by_streams(lower, pacing)
+            return Budget(0, lower, 0, "token_budget")
+        head = seated.load
         curve = judged.curve
-        if not head.is_same(judged.head):
+        if not head.begins(judged.head):
             curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
-        within = most_tokens_within(
-            self._cost_model, decodes, head, curve, pacing.limit_s, pacing.upper_share
-        )
+            within = most_tokens_within(
+                self._cost_model, decodes, head, curve, pacing.limit_s, pacing.upper_share
+            )
         upper = min(most, within)
         if upper == 0:
             # Nothing fits. Without streams to protect a block is computed all the same; with
@@ -335,6 +354,10 @@ class SloPlanner:
         else:
             binding = "gap_limit" if pacing.is_gap_limited else "decode_slack"
         return Budget(num_tokens, lower, upper, binding)
+
+    def _held_by_streams(self, lower: int, pacing: Pacing) -> Budget:
+        """No prompt token, for a stream's sake."""
+        return Budget(0, lower, 0, "gap_limit" if pacing.is_gap_limited else "decode_slack")
 
     def _decision(
         self, running: RunningTable, seated: Seated | None, pacing: Pacing, budget: Budget

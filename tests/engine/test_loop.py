@@ -300,9 +300,9 @@ def test_preemption_drops_blocks_and_recomputes(harness: Harness) -> None:
 SPOILED: dict[str, Callable[[EngineView, StepPlan], StepPlan]] = {
     "unknown": lambda v, p: replace(p, work=(*p.work, StepWork("x", WorkKind.DECODE, 1, 0))),
     "twice": lambda v, p: replace(p, work=(*p.work, *p.work)),
-    "too many": lambda v, p: replace(p, work=(replace(p.work[0], num_tokens=99),)),
-    "none": lambda v, p: replace(p, work=(replace(p.work[0], num_tokens=0),)),
-    "stale": lambda v, p: replace(p, work=(replace(p.work[0], num_computed_tokens=3),)),
+    "too many": lambda v, p: replace(p, work=(p.work[0]._replace(num_tokens=99),)),
+    "none": lambda v, p: replace(p, work=(p.work[0]._replace(num_tokens=0),)),
+    "stale": lambda v, p: replace(p, work=(p.work[0]._replace(num_computed_tokens=3),)),
     "not admitted": lambda v, p: replace(p, admissions=()),
     "unknown preemption": lambda v, p: replace(p, preemptions=(Preemption("x"),)),
 }

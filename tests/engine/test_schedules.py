@@ -305,7 +305,7 @@ def test_any_schedule_over_a_small_pool(requests: list[Request], data: st.DataOb
             if request.phase is not RequestPhase.RUNNING:
                 for block in table:
                     holders[block] += 1
-            work.append(replace(item, num_tokens=num_tokens))
+            work.append(item._replace(num_tokens=num_tokens))
         started = {item.request_id for item in work}
         return StepPlan(
             work=tuple(work),

@@ -16,7 +16,13 @@ from controller.policy.admission import (
     verdicts_on_kept,
 )
 from controller.policy.budget import DecodeLoad, PrefillLoad, candidate_tokens, latency_curve
-from controller.policy.on_time import Outlook, drain_s, late_set, predict_alone
+from controller.policy.on_time import (
+    Outlook,
+    drain_s,
+    late_set,
+    predict_alone,
+    predict_decode_alone,
+)
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise, Slo
 from engine.request import Request
@@ -191,12 +197,13 @@ def test_length_neutral_shedding_looks_at_weights_alone() -> None:
 
 def test_alone_is_the_best_that_a_server_could_do() -> None:
     model = LinearCostModel((0.001, 0.01, 0.0, 1e-6, 0.0), 0.1)
-    alone = predict_alone(model, np.array([250.0, 50.0, 200.0]), 100)
+    num_prompt = np.array([250.0, 50.0, 200.0])
+    first_token_s = predict_alone(model, num_prompt, 100)
     # 100 after 0, 100 after 100, 50 after 200.
-    assert alone.first_token_s[0] == pytest.approx(0.2 + 0.2 + 0.01 + 0.15 + 0.01)
-    assert alone.first_token_s[1] == pytest.approx(0.15)
-    assert alone.first_token_s[2] == pytest.approx(0.2 + 0.2 + 0.01)
-    assert alone.decode_s.tolist() == pytest.approx([0.11] * 3)
+    assert first_token_s[0] == pytest.approx(0.2 + 0.2 + 0.01 + 0.15 + 0.01)
+    assert first_token_s[1] == pytest.approx(0.15)
+    assert first_token_s[2] == pytest.approx(0.2 + 0.2 + 0.01)
+    assert predict_decode_alone(model, num_prompt).tolist() == pytest.approx([0.11] * 3)
 
 
 def late(on: OnInfeasible, ttft: float | None = 2.0, at: float = 0.0) -> Request:
