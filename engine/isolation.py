@@ -40,12 +40,16 @@ def most_retries(num_requests: int) -> int:
     return 2 * (num_requests - 1).bit_length() + 2
 
 
-def execute(runner: ModelRunner, plan: StepPlan, requests: Mapping[str, Request]) -> Execution:
+def execute(
+    runner: ModelRunner, plan: StepPlan, requests: Mapping[str, Request], turn: int = 0
+) -> Execution:
     """Run the plan in one forward; where that raises, run halves until the culprits stand alone.
 
     Depth first: every step finds at least one culprit within its budget of forwards, and whoever
     was not reached is planned again. Two halves that both succeed had no culprit (the device ran
-    out of memory over the whole, say) and nobody ends. DeviceLostError passes through.
+    out of memory over the whole, say) and nobody ends. `turn` says where in the plan the search
+    begins: moved on from step to step, it reaches everybody when each step fails. DeviceLostError
+    passes through.
     """
     execution = Execution()
     if not plan.work:
@@ -64,6 +68,9 @@ def execute(runner: ModelRunner, plan: StepPlan, requests: Mapping[str, Request]
         if len(work) == 1:
             execution.failures[work[0].request_id] = failure
         else:
+            if work is plan.work:
+                first = turn * (left // 2) % len(work)
+                work = (*work[first:], *work[:first])
             middle = len(work) // 2
             stack += [work[middle:], work[:middle]]
         if execution.num_retries == left:

@@ -118,7 +118,7 @@ class EngineLoop:
         plan = self._apply_preemptions(plan)
         self._apply_admissions(plan, planned_at)
         plan, batch = self._prepare(plan, planned_at)
-        execution = execute(self._runner, plan, batch)
+        execution = execute(self._runner, plan, batch, self._step_no)
         executed_at = self._clock.now()
         tokens, scores = self._commit(execution, executed_at)
         return self._report(

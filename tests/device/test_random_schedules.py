@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -109,7 +108,16 @@ class Engine:
 
     def run(self) -> None:
         while self.loop.has_work:
+            self.spoil()
             self.loop.step()
+
+    def spoil(self) -> None:
+        """What a poisoned request may leave behind: no block that nobody knows holds a number."""
+        cache = self.runner._cache
+        for block in range(NUM_BLOCKS):
+            if self.pool.num_references(block) == 0 and self.pool.name_of(block) is None:
+                for pages in (*cache.keys, *cache.values):
+                    pages[block] = float("nan")
 
 
 class AtRandom:
@@ -146,7 +154,7 @@ class AtRandom:
             free -= needed
             for block in table if is_starting else ():
                 holders[block] += 1
-            work.append(replace(item, num_tokens=num_tokens))
+            work.append(item._replace(num_tokens=num_tokens))
         started = {item.request_id for item in work}
         return StepPlan(
             work=tuple(work),

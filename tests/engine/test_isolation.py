@@ -98,6 +98,19 @@ def test_a_batch_that_is_only_too_large_loses_nobody() -> None:
     assert all(report.failure is None for report in engine.reports)
 
 
+def test_everybody_comes_on_when_only_single_requests_fit() -> None:
+    engine, requests = make_engine(num_blocks=512), batch(16)
+    for request in requests:
+        engine.loop.submit(request)
+    engine.runner.is_failing = lambda plan: len(plan.work) > 1
+    for _ in range(12):
+        engine.step()
+    # Nobody's turn waits for somebody else's end.
+    assert all(request.num_computed_tokens > 0 for request in requests)
+    engine.run()
+    check_survivors(requests)
+
+
 def test_a_lost_device_is_fatal() -> None:
     engine, requests = make_engine(), batch(4)
     for request in requests:
