@@ -43,6 +43,8 @@ BATCH_AGE = 100
 # down all information.
 TRUSTED_SAMPLES = 500
 UNTRUSTED_KEEP = 0.2
+# As many samples as directional forgetting remembers.
+FIT_SAMPLES = 450
 _PROXIMAL = 1e-9
 _LOWER = np.zeros(NUM_BASIS)
 _LOWER[0] = MIN_INTERCEPT_S
@@ -113,6 +115,21 @@ class NonNegativePlane:
         self._information = self._information + relative.T @ relative
         self._moment = self._moment + relative.sum(axis=0)
         self._solve()
+
+    @classmethod
+    def from_fit(cls, coefficients: FloatArray, relative: FloatArray) -> NonNegativePlane:
+        """Return a plane that goes on from a batch fit: scaled coefficients (NUM_BASIS,), and the
+        rows that they were fitted to, each divided by its prediction, shape (n, NUM_BASIS).
+
+        The rows weigh no more than the memory of a plane that learnt online. The minimum of what is
+        known is the fit itself, whatever loss it was made with.
+        """
+        plane = cls(coefficients)
+        keep = min(1.0, FIT_SAMPLES / max(1, len(relative)))
+        plane._information = plane._information + relative.T @ relative * keep
+        plane._moment = plane._information @ plane.coefficients
+        plane._num_samples, plane._num_total = BATCH_AGE, TRUSTED_SAMPLES
+        return plane
 
     def forget_faster(self, age: int) -> None:
         """Forget as a plane of `age` samples does, from now on, if this one is older.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from costmodel.basis import SCALES, expand
 from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.hygiene import check_sample
+from costmodel.judged import JudgedPlanes
 from costmodel.margin import PRIOR_MARGIN
 from costmodel.plane import NonNegativePlane
 from costmodel.recursive import RecursiveLeastSquares
@@ -29,6 +30,10 @@ _MAX_ROUNDS: Final = 8
 _LEAST_MARGIN: Final = 0.1
 # Prompts of the sweep's step that holds several.
 _CHUNKS: Final = 8
+
+
+Model = TypeVar("Model", bound=JudgedPlanes)
+Sample = tuple[StepFeatures, float]
 
 
 class SweepShape(NamedTuple):
@@ -108,12 +113,22 @@ def sweep_plan(
     return tuple(sorted(set(shapes), key=_size))
 
 
-def flat_prior() -> RecursiveLeastSquares:
+@overload
+def flat_prior() -> RecursiveLeastSquares: ...
+@overload
+def flat_prior(learner: type[Model]) -> Model: ...
+def flat_prior(learner: type[JudgedPlanes] = RecursiveLeastSquares) -> JudgedPlanes:
     """Return a model for an unknown device: the first few steps set its scale."""
-    return RecursiveLeastSquares([NonNegativePlane(np.array(c)) for c in _FLAT])
+    return learner([NonNegativePlane(np.array(c)) for c in _FLAT])
 
 
-def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSquares:
+@overload
+def fit_prior(samples: Sequence[Sample]) -> RecursiveLeastSquares: ...
+@overload
+def fit_prior(samples: Sequence[Sample], learner: type[Model]) -> Model: ...
+def fit_prior(
+    samples: Sequence[Sample], learner: type[JudgedPlanes] = RecursiveLeastSquares
+) -> JudgedPlanes:
     """Return a model fitted to (features, seconds) of a warm-up; unusable samples are left out.
 
     Repeats of the same features are replaced by their median. Then the samples are shared among the
@@ -127,7 +142,7 @@ def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSq
         if check_sample(features, latency_s) is None:
             repeats.setdefault(features, []).append(latency_s)
     if not repeats:
-        return flat_prior()
+        return flat_prior(learner)
     raw = np.array(list(repeats), dtype=np.float64)
     rows = expand(raw) / SCALES
     latencies_s = np.array([statistics.median(values) for values in repeats.values()])
@@ -151,7 +166,7 @@ def fit_prior(samples: Sequence[tuple[StepFeatures, float]]) -> RecursiveLeastSq
             break
         owners = renewed
     best = min(candidates, key=lambda planes: _error(planes, rows, latencies_s))
-    return RecursiveLeastSquares(best, _margin_of(best, rows, latencies_s))
+    return learner(best, _margin_of(best, rows, latencies_s))
 
 
 def _margin_of(

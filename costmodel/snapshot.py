@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol
 from costmodel.base import CostModel
 from costmodel.fields import SnapshotError, read_mapping
 from costmodel.recursive import RecursiveLeastSquares
+from costmodel.refitted import RefittedLeastSquares
+from costmodel.windowed import WindowedRegression
 
 # 2: chunks and prompt logits among the features.
 SNAPSHOT_FORMAT: Final = 2
@@ -32,6 +34,8 @@ class StoredModel(CostModel, Protocol):
 
 _KINDS: Final[dict[str, Callable[[Mapping[str, Any], str], StoredModel]]] = {
     RecursiveLeastSquares.kind: RecursiveLeastSquares.restore,
+    RefittedLeastSquares.kind: RefittedLeastSquares.restore,
+    WindowedRegression.kind: WindowedRegression.restore,
 }
 
 
@@ -57,12 +61,14 @@ def dump_model(model: StoredModel, key: SnapshotKey) -> dict[str, Any]:
     }
 
 
-def load_model(document: Mapping[str, Any], key: SnapshotKey) -> StoredModel:
+def load_model(document: object, key: SnapshotKey) -> StoredModel:
     """Rebuild a model from `dump_model`'s document: the same predictions, and the same future.
 
     SnapshotError names the field: another format, an unknown kind, a key that differs, a number
     that is missing, not finite or out of its range.
     """
+    if not isinstance(document, Mapping):
+        raise SnapshotError("snapshot", f"must be an object, got {type(document).__name__}")
     if document.get("format") != SNAPSHOT_FORMAT:
         problem = f"must be {SNAPSHOT_FORMAT}, got {document.get('format')!r}"
         raise SnapshotError("format", problem)

@@ -13,6 +13,7 @@ from controller.policy.lengths import OutputLengths
 from controller.policy.slo import Promise
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
+from costmodel.refit import Refit
 from engine.clock import Clock
 from engine.request import FinishReason, Request
 from engine.step import AdmissionAction, StepReport, WorkKind
@@ -135,6 +136,37 @@ class TelemetryFeed:
         for request in requests:
             self._offer(request_record(request, self._run_id, to_epoch_ms))
             self._degraded_ids.discard(request.request_id)
+
+    def tell_start(
+        self, origin: str, problem: str | None, numbers: Mapping[str, float | int | str | None]
+    ) -> None:
+        """Offer an event that says where the cost model starts, and why not from a stored one."""
+        self._offer(
+            EventRecord(
+                run_id=self._run_id,
+                at=self._clock.epoch_ms(),
+                event_kind=EventKind.WARM_START,
+                reason=origin,
+                numbers={**numbers, "problem": problem},
+            )
+        )
+
+    def tell_refit(self, refit: Refit, report: StepReport) -> None:
+        """Offer an event for coefficients that a refit replaced."""
+        self._offer(
+            EventRecord(
+                run_id=self._run_id,
+                at=self._epoch_of()(report.started_at + report.duration_s),
+                event_kind=EventKind.MODEL_REFIT,
+                reason="smaller error on held-out steps",
+                step_no=report.step_no,
+                numbers={
+                    "error": refit.error,
+                    "error_before": refit.current_error,
+                    "num_held_out": refit.num_held_out,
+                },
+            )
+        )
 
     def _tell_relegations(
         self,

@@ -21,12 +21,15 @@ from controller.policy.planner import SloPlanner
 from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.generation import ServedModel
 from controller.runtime.metrics import Metrics
+from controller.runtime.refits import Refitter
 from controller.runtime.service import PromiseTerms, Service
+from controller.runtime.snapshots import SnapshotKeeper, Start, start_model
 from controller.runtime.streams import StreamHub
 from controller.runtime.tally import Tally
 from controller.runtime.warmup import run_sweep, time_swap
-from costmodel.prior import SweepShape, fit_prior, flat_prior, sweep_plan
-from costmodel.recursive import RecursiveLeastSquares
+from costmodel.prior import Sample, SweepShape, sweep_plan
+from costmodel.refitted import RefittedLeastSquares
+from costmodel.snapshot import SnapshotKey
 from engine.blocks import BlockPool
 from engine.clock import MonotonicClock
 from engine.config import EngineConfig
@@ -62,16 +65,22 @@ class Runtime:
     service: Service
     engine: LoadedEngine
     engine_config: EngineConfig
-    cost_model: RecursiveLeastSquares
+    cost_model: RefittedLeastSquares
     metrics: Metrics
     tally: Tally
     writer: TelemetryWriter
     reader: TelemetryReader
     warmup_steps: int
+    refitter: Refitter
+    keeper: SnapshotKeeper
+    start: Start
 
     def close(self) -> None:
         """Drain and stop the loop, then flush telemetry; the database is closed last."""
         self.service.stop(self.settings.drain_timeout_s)
+        self.refitter.close()
+        # The loop's thread has ended: nobody else touches the model now.
+        self.keeper.save()
         self.writer.close()
         self.reader.close()
 
@@ -88,7 +97,13 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     engine = _load(settings, progress)
     clock = MonotonicClock()
     config = _engine_config(settings, engine)
-    cost_model, warmup_steps = _cost_model(settings, engine, config, clock, progress)
+    try:
+        reader = TelemetryReader.open(settings.db)
+    except StoreError as error:
+        raise StartupError(f"--db: {error}") from error
+    key = _snapshot_key(settings, engine)
+    start = _start_model(settings, engine, config, clock, progress, reader, key)
+    cost_model = start.model
     output_lengths = OutputLengths()
     swap_block_s = time_swap(engine.runner, config, clock) if settings.is_warmup_enabled else None
     planner = _planner(settings, cost_model, output_lengths, swap_block_s)
@@ -103,7 +118,6 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         settings=settings.to_json(),
     )
     try:
-        reader = TelemetryReader.open(settings.db)
         writer = TelemetryWriter.open(settings.db, run, clock)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
@@ -118,12 +132,17 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
     hub = StreamHub()
     tally = Tally()
     feed = TelemetryFeed(writer.offer, clock, run.run_id, cost_model)
+    feed.tell_start(start.origin, start.problem, start.numbers)
+    refitter = Refitter(cost_model, feed.tell_refit)
+    keeper = SnapshotKeeper(cost_model, key, run.run_id, writer.offer, clock)
     # The order matters: promises are judged by what streams report, streams go before whoever
     # merely watches.
     listeners: tuple[StepListener, ...] = (
         PromiseKeeper(),
         hub,
         Teacher(cost_model, output_lengths),
+        refitter,
+        keeper,
         feed,
         metrics,
         tally,
@@ -162,9 +181,22 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         stuck_after_s=settings.stuck_after_s,
     )
     writer.start()
+    refitter.start()
     service.start()
     return Runtime(
-        settings, service, engine, config, cost_model, metrics, tally, writer, reader, warmup_steps
+        settings=settings,
+        service=service,
+        engine=engine,
+        engine_config=config,
+        cost_model=cost_model,
+        metrics=metrics,
+        tally=tally,
+        writer=writer,
+        reader=reader,
+        warmup_steps=start.num_sweep_steps,
+        refitter=refitter,
+        keeper=keeper,
+        start=start,
     )
 
 
@@ -224,31 +256,46 @@ def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
         raise StartupError(str(error)) from error
 
 
-def _cost_model(
+def _snapshot_key(settings: Settings, engine: LoadedEngine) -> SnapshotKey:
+    return SnapshotKey(
+        model=settings.model,
+        device=engine.device_name,
+        dtype=engine.dtype,
+        attention_backend=engine.attention_backend,
+        block_size=engine.block_size,
+        engine_version=metadata.version("paceline"),
+    )
+
+
+def _start_model(
     settings: Settings,
     engine: LoadedEngine,
     config: EngineConfig,
     clock: MonotonicClock,
     progress: Progress,
-) -> tuple[RecursiveLeastSquares, int]:
-    """Return a model whose prior is a timed sweep of this engine, and the sweep's length."""
-    if not settings.is_warmup_enabled:
-        return flat_prior(), 0
-    shapes = sweep_plan(
-        min(config.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
-        config.max_num_seqs,
-        min(config.max_model_len, _LONGEST_WARMUP_CONTEXT),
-    )
-    counted = _count(shapes, progress)
+    reader: TelemetryReader,
+    key: SnapshotKey,
+) -> Start:
+    """Return the model that an earlier run left, or one whose prior is a timed sweep."""
+    shapes: Sequence[SweepShape] = ()
+    if settings.is_warmup_enabled:
+        shapes = sweep_plan(
+            min(config.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
+            config.max_num_seqs,
+            min(config.max_model_len, _LONGEST_WARMUP_CONTEXT),
+        )
+
+    def time_steps(chosen: Sequence[SweepShape]) -> list[Sample]:
+        return run_sweep(engine.runner, config, clock, _count(chosen, progress))
+
     try:
-        samples = run_sweep(engine.runner, config, clock, counted)
+        return start_model(reader, key, shapes, time_steps)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise StartupError(
             f"a warm-up step failed ({type(error).__name__}: {text}): lower"
             " --kv-cache-memory-bytes or --max-num-batched-tokens if the device is out of memory"
         ) from error
-    return fit_prior(samples), len(samples)
 
 
 def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepShape]:
@@ -260,7 +307,7 @@ def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepSh
 
 def _planner(
     settings: Settings,
-    cost_model: RecursiveLeastSquares,
+    cost_model: RefittedLeastSquares,
     output_lengths: OutputLengths,
     swap_block_s: float | None,
 ) -> Planner:
