@@ -40,8 +40,13 @@ class JsonChild:
     """The pipes of a running child: commands in, events out, told apart by their `name`."""
 
     def __init__(
-        self, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader, clock: Clock
+        self,
+        stdin: asyncio.StreamWriter,
+        stdout: asyncio.StreamReader,
+        clock: Clock,
+        noun: str = "the peer",
     ) -> None:
+        self._noun = noun
         self._stdin = stdin
         self._stdout = stdout
         self._clock = clock
@@ -72,7 +77,7 @@ class JsonChild:
         try:
             await self._stdin.drain()
         except ConnectionError as exc:
-            raise ServerError(f"the peer has ended: {self._last_error or exc}") from exc
+            raise ServerError(f"{self._noun} has ended: {self._last_error or exc}") from exc
 
     async def read_one(self) -> ChildEvent:
         """Return the next event, whoever it is for; ServerError if it is no JSON object."""
@@ -86,7 +91,7 @@ class JsonChild:
         except ValueError:
             fields = None
         if not isinstance(fields, dict):
-            raise ServerError(f"the peer wrote a line that is no JSON object: {line[:80]!r}")
+            raise ServerError(f"{self._noun} wrote a line that is no JSON object: {line[:80]!r}")
         if fields.get("event") == "fatal":
             self._last_error = str(fields.get("error"))
         return ChildEvent(at, fields)
@@ -191,11 +196,13 @@ async def running_child(
     ready_timeout_s: float,
     clock: Clock,
     env: Mapping[str, str] | None = None,
+    *,
+    noun: str = "the peer",
 ) -> AsyncIterator[RunningChild]:
     """Run `command` until it is ready, yield it, end it afterwards by closing its input.
 
     ServerError, with its reason or the end of its log, if it is not ready within `ready_timeout_s`
-    seconds.
+    seconds; errors call the child by its `noun`.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-peer-") as folder:
         log_path = Path(folder) / "peer.log"
@@ -211,11 +218,11 @@ async def running_child(
                 start_new_session=True,
             )
         if process.stdin is None or process.stdout is None:
-            raise ServerError("the peer has no pipes")
-        child = JsonChild(process.stdin, process.stdout, clock)
+            raise ServerError(f"{noun} has no pipes")
+        child = JsonChild(process.stdin, process.stdout, clock, noun)
         pump: asyncio.Task[None] | None = None
         try:
-            facts = await _ready(child, ready_timeout_s, log_path)
+            facts = await _ready(child, ready_timeout_s, log_path, noun)
             pump = asyncio.create_task(child.pump())
             yield RunningChild(child, facts)
         finally:
@@ -224,18 +231,18 @@ async def running_child(
                 await pump
 
 
-async def _ready(child: JsonChild, timeout_s: float, log_path: Path) -> dict[str, Any]:
+async def _ready(child: JsonChild, timeout_s: float, log_path: Path, noun: str) -> dict[str, Any]:
     """Return the fields of the `ready` event."""
     try:
         event = await asyncio.wait_for(child.read_one(), timeout_s)
     except TimeoutError:
         raise ServerError(
-            f"the peer is not ready after {timeout_s:.0f} s\n{log_tail(log_path)}"
+            f"{noun} is not ready after {timeout_s:.0f} s\n{log_tail(log_path)}"
         ) from None
     if event.fields is None:
-        raise ServerError(f"the peer ended before it was ready\n{log_tail(log_path)}")
+        raise ServerError(f"{noun} ended before it was ready\n{log_tail(log_path)}")
     if event.fields.get("event") != "ready":
-        raise ServerError(f"the peer cannot run: {event.fields.get('error', event.fields)}")
+        raise ServerError(f"{noun} cannot run: {event.fields.get('error', event.fields)}")
     return {key: value for key, value in event.fields.items() if key != "event"}
 
 

@@ -99,7 +99,11 @@ async def _time_steps(
     ]  # fmt: skip
     timed: list[TimedStep] = []
     async with running_child(
-        command, equipment.ready_timeout_s, MonotonicClock(), equipment.environment()
+        command,
+        equipment.ready_timeout_s,
+        MonotonicClock(),
+        equipment.environment(),
+        noun="the step timing",
     ) as running:
         total = int(running.facts["num_shapes"])
         events = running.child.subscribe(_NAME)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from controller.bench.overhead import NUM_RUNNING, PLANNERS, measure_overhead
 from controller.bench.peers_child import RunningChild
+from controller.bench.peers_contestants import Equipment
 from controller.bench.roofline_report import (
     TimedStep,
     bound_by,
@@ -25,7 +26,6 @@ from controller.bench.roofline_report import (
     render_steps,
     render_steps_markdown,
 )
-from controller.bench.servers import ServerError
 from controller.cli import bench_roofline
 from controller.cli.bench import app
 from engine.clock import VirtualClock
@@ -154,7 +154,7 @@ def play(monkeypatch: pytest.MonkeyPatch, child: ScriptedChild) -> list[list[str
 
     @contextlib.asynccontextmanager
     async def running(
-        command: list[str], timeout_s: float, clock: Any, env: dict[str, str]
+        command: list[str], timeout_s: float, clock: Any, env: dict[str, str], *, noun: str
     ) -> AsyncIterator[RunningChild]:
         commands.append(command)
         facts = {"limits": LIMITS, "num_shapes": 2, "dtype": "float32"}
@@ -194,13 +194,20 @@ def test_a_child_that_breaks_off_is_an_error(
     assert (last_error or "it ended before it was done") in done.output
 
 
-def test_a_child_that_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.asynccontextmanager
-    async def running(*_: Any) -> AsyncIterator[RunningChild]:
-        raise ServerError("the peer cannot run: no such directory")
-        yield  # pragma: no cover - makes this a generator
+def test_a_child_that_cannot_load_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def environment(self: Any) -> dict[str, str]:
+        return {"PYTHONPATH": str(tmp_path)}
 
-    monkeypatch.setattr(bench_roofline, "running_child", running)
+    # The real child, but of a module that says what a model that cannot be loaded says.
+    (tmp_path / "broken.py").write_text(
+        'print(\'{"event": "fatal", "error": "ModelLoadError: no such directory"}\')\n'
+    )
+    monkeypatch.setattr(bench_roofline, "STEP_TIMING_MODULE", "broken")
+    monkeypatch.setattr(Equipment, "environment", environment)
     done = CliRunner().invoke(app, ["roofline", "--no-overhead"])
     assert done.exit_code == 1
-    assert "no such directory" in done.output
+    # There is no peer here, and nobody should look for one.
+    assert "the step timing cannot run: ModelLoadError: no such directory" in done.output
+    assert "peer" not in done.output
