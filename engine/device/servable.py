@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+# One token of a prompt and one of an answer.
+_SHORTEST_CONTEXT = 2
 _SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -43,8 +45,16 @@ def check_config(config: Any) -> None:
         raise ModelLoadError(
             f"{kind}: {model_class.__name__} does not support transformers' attention interface"
         )
-    if getattr(text, "max_position_embeddings", None) is None:
+    num_positions = getattr(text, "max_position_embeddings", None)
+    if num_positions is None:
         raise ModelLoadError(f"{kind}: no max_position_embeddings in the configuration")
+    longest = longest_context(config) if isinstance(num_positions, int) else None
+    if longest is None or longest < _SHORTEST_CONTEXT:
+        raise ModelLoadError(
+            f"{kind}: the configuration's longest context (max_position_embeddings) is"
+            f" {longest if longest is not None else repr(num_positions)}: it must hold a token of"
+            " a prompt and one of an answer"
+        )
 
 
 def longest_context(config: Any) -> int:

@@ -48,6 +48,21 @@ _TINY: dict[str, Any] = {
         ("mpt", {}, "mpt: MptForCausalLM does not support transformers' attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
         ("qwen2_vl", {}, "qwen2_vl: a multimodal model whose text part"),
+        (
+            "llama",
+            {"max_position_embeddings": 0},
+            "llama: the configuration's longest context (max_position_embeddings) is 0:",
+        ),
+        (
+            "llama",
+            {"max_position_embeddings": 1},
+            "llama: the configuration's longest context (max_position_embeddings) is 1:",
+        ),
+        (
+            "gpt2",
+            {"n_positions": -5},
+            "gpt2: the configuration's longest context (max_position_embeddings) is -5:",
+        ),
         ("vit", {}, "vit: a model that transformers does not run as a causal language model"),
     ],
 )
