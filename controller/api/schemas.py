@@ -51,6 +51,15 @@ def _check_text(text: str, suffix: str = "") -> str:
     return text
 
 
+def _check_salt(salt: str) -> str:
+    if not 0 < len(salt) <= MAX_SALT_CHARS:
+        raise _wrong(
+            f"send 1 to {MAX_SALT_CHARS} characters, or leave it out to share KV with everybody who"
+            f" does; got {len(salt)}"
+        )
+    return salt
+
+
 def _check_token_id(token: object, suffix: str) -> None:
     if isinstance(token, bool) or not isinstance(token, int):
         raise _wrong("a token id must be an integer", suffix)
@@ -74,6 +83,11 @@ def _wrong(message: str, suffix: str = "", code: str = "invalid_value") -> Pydan
 
 _BAD_TOKEN = "invalid_token_id"  # noqa: S105
 Text = Annotated[str, AfterValidator(_check_text)]
+Salt = Annotated[
+    Text,
+    AfterValidator(_check_salt),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS}),
+]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -140,7 +154,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: Text | None = Field(default=None, min_length=1, max_length=MAX_SALT_CHARS)
+    cache_salt: Salt | None = None
     user: Text | None = None
     priority: int | None = Field(default=0, ge=-_MAX_INT, le=_MAX_INT)
     service_tier: str | None = None

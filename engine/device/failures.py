@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.device.memory import available_bytes
+from engine.device.memory import available_bytes, in_words
 from engine.ports import DeviceLostError
 
 # CUDA errors after which the context answers every call with the same error ("the process must be
@@ -94,10 +94,9 @@ def _answers(device: torch.device) -> bool:
 
 def _memory_message(text: str, device: torch.device, what: str) -> str:
     asked = _CUDA_ASKED.search(text)
-    num_bytes = float(asked[1]) * _UNITS[asked[2].lower()] if asked else None
-    size = "memory" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
+    size = in_words(round(float(asked[1]) * _UNITS[asked[2].lower()])) if asked else "memory"
     try:
-        free = f"{_free_bytes(device) / 2**20:,.0f} MiB free"
+        free = f"{in_words(_free_bytes(device))} free"
     except (RuntimeError, ValueError, OSError):
         free = "an unknown amount free"
     return (

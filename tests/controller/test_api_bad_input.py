@@ -179,6 +179,15 @@ def test_a_bad_field_of_a_chat_is_named(fields: dict[str, Any], code: str, param
     check(ScriptedService(), CHAT, {**good(CHAT), **fields}, code, param)
 
 
+@pytest.mark.parametrize(("salt", "num_chars"), [("", 0), ("x" * 513, 513)])
+def test_a_salt_of_a_wrong_length_is_told_what_to_send(salt: str, num_chars: int) -> None:
+    body = {"prompt": "x", "cache_salt": salt}
+    answer = call(create_app(ScriptedService()), "POST", COMPLETIONS, body=body)
+    message = answer.json()["error"]["message"]
+    assert message.startswith("cache_salt: send 1 to 512 characters, or leave it out")
+    assert message.endswith(f"got {num_chars}")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_streams_are_refused_alike(is_stream: bool) -> None:
     body = {"prompt": "", "stream": is_stream}
