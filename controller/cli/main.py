@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from controller.cli import bench, db, serve, telemetry
+from controller.cli import bench, db, serve, simulate, telemetry
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(serve.serve)
+app.command("simulate")(simulate.simulate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(telemetry.app, name="telemetry")
 app.add_typer(db.app, name="db")

@@ -1,6 +1,6 @@
 """Hardware profiles from measurements: a table of GPU latencies, or a cost model that learnt.
 
-Owns the fit and its error. Must not run a step.
+Owns the fit and its error, and what `--hardware` may name. Must not run a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from controller.simulation.hardware import HardwareError, HardwareProfile
+from controller.simulation.hardware import (
+    BUILT_IN,
+    HardwareError,
+    HardwareProfile,
+    read_document,
+)
 from costmodel.features import FloatArray, StepFeatures
 from costmodel.fields import SnapshotError, read_mapping
 from costmodel.nonneg import solve_nonnegative
@@ -259,3 +264,36 @@ def _solve(rows: FloatArray, seconds: FloatArray) -> FloatArray:
     moment = scaled.sum(axis=0)
     solution: FloatArray = solve_nonnegative(gram, moment, np.zeros(len(moment)), 200) / scales
     return solution
+
+
+def hardware_of(text: str) -> HardwareProfile:
+    """Return the machine that `--hardware` names.
+
+    A built-in name; a JSON file with a profile or with a cost model's snapshot; or
+    `TABLE.csv:MODEL:HARDWARE[:TENSOR_PARALLEL]`, fitted. HardwareError says what is wrong.
+    """
+    if text in BUILT_IN:
+        return BUILT_IN[text]
+    table, *names = text.split(":")
+    if table.endswith(".csv"):
+        if len(names) not in (2, 3):
+            raise HardwareError(f"{text!r}: expected {table}:MODEL:HARDWARE[:TENSOR_PARALLEL]")
+        degree = None
+        if len(names) == 3:
+            if not names[2].isdecimal():
+                raise HardwareError(f"{text!r}: tensor_parallel must be a number")
+            degree = int(names[2])
+        return fit_profile(Path(table), names[0], names[1], degree).profile
+    path = Path(text)
+    if not path.is_file():
+        raise HardwareError(
+            f"no hardware {text!r}: choose from {', '.join(BUILT_IN)}, or name a JSON file or a"
+            " table as TABLE.csv:MODEL:HARDWARE"
+        )
+    document = read_document(path)
+    try:
+        if "state" in document:
+            return profile_of_snapshot(document)
+        return HardwareProfile.from_json(document)
+    except HardwareError as error:
+        raise HardwareError(f"{path}: {error}") from error

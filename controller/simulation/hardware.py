@@ -242,8 +242,8 @@ CPU_DEMO: Final = HardwareProfile.of_device(
 BUILT_IN: Final = {profile.name: profile for profile in (A100_8B, H100_70B, CPU_DEMO)}
 
 
-def read_profile(path: Path) -> HardwareProfile:
-    """Read a profile's JSON file; HardwareError names the file and what is wrong with it."""
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; HardwareError names the file and what is wrong with it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -252,10 +252,7 @@ def read_profile(path: Path) -> HardwareProfile:
         raise HardwareError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, dict):
         raise HardwareError(f"{path}: must be a JSON object")
-    try:
-        return HardwareProfile.from_json(document)
-    except HardwareError as error:
-        raise HardwareError(f"{path}: {error}") from error
+    return document
 
 
 def _plane(entry: Any, path: str) -> tuple[float, ...]:

@@ -154,13 +154,7 @@ def simulate(
     config = SimulationConfig() if config is None else config
     name = policy_name or (policy if isinstance(policy, str) else "custom")
     engine = engine_for(hardware) if config.engine is None else config.engine
-    known = config.classes_by_name
-    for arrival in workload.arrivals:
-        if arrival.slo_class is not None and arrival.slo_class not in known:
-            raise ValueError(
-                f"workload {workload.name!r} names class {arrival.slo_class!r};"
-                f" known: {', '.join(sorted(known))}"
-            )
+    check_classes(workload, config)
     clock, wall = VirtualClock(), MonotonicClock()
     wall_started_at = wall.now()
     model = _cost_model(hardware, engine, config)
@@ -179,7 +173,7 @@ def simulate(
         else policy(PlannerParts(config.planner, model, lengths)),
         wall,
     )
-    population = Population(known, config.default_class, config.max_tokens)
+    population = Population(config.classes_by_name, config.default_class, config.max_tokens)
     recorder = Recorder(population.output_lengths)
     taught: Learner = _Deaf() if config.learner == "prior" else model
     loop = EngineLoop(
@@ -208,6 +202,17 @@ def simulate(
         event_hash=recorder.event_hash,
         wall_s=wall.now() - wall_started_at,
     )
+
+
+def check_classes(workload: Workload, config: SimulationConfig) -> None:
+    """ValueError if the workload names a class that the configuration does not know."""
+    known = config.classes_by_name
+    for name in workload.class_counts:
+        if name is not None and name not in known:
+            raise ValueError(
+                f"workload {workload.name!r} names class {name!r};"
+                f" known: {', '.join(sorted(known))}"
+            )
 
 
 def _drive(

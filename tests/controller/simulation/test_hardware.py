@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.simulation.fitting import hardware_of
 from controller.simulation.hardware import (
     A100_8B,
     CPU_DEMO,
@@ -19,7 +20,6 @@ from controller.simulation.hardware import (
     HardwareError,
     HardwareProfile,
     Slowdown,
-    read_profile,
 )
 from controller.simulation.oracle import OracleModel
 from costmodel.features import NUM_FEATURES, StepFeatures
@@ -81,7 +81,7 @@ def test_slowdowns_hold_between_their_instants_and_multiply() -> None:
 def test_a_profile_survives_json(profile: HardwareProfile, tmp_path: Path) -> None:
     file = tmp_path / "hardware.json"
     file.write_text(json.dumps(profile.to_json(), allow_nan=False), encoding="utf-8")
-    assert read_profile(file) == profile
+    assert hardware_of(str(file)) == profile
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,19 @@ def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path) -> None
     file = tmp_path / "broken.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(HardwareError, match=rf"broken\.json: .*{message}"):
-        read_profile(file)
+        hardware_of(str(file))
     with pytest.raises(HardwareError, match="no-such-file"):
-        read_profile(tmp_path / "no-such-file")
+        hardware_of(str(tmp_path / "no-such-file"))
+
+
+def test_hardware_has_a_name_a_file_or_a_table() -> None:
+    assert hardware_of("a100-8b") is A100_8B
+    with pytest.raises(HardwareError, match="choose from a100-8b, h100-70b, cpu-demo"):
+        hardware_of("abacus")
+    with pytest.raises(HardwareError, match=r"expected t\.csv:MODEL:HARDWARE"):
+        hardware_of("t.csv:llama")
+    with pytest.raises(HardwareError, match="tensor_parallel must be a number"):
+        hardware_of("t.csv:llama:h100:many")
 
 
 def test_a_slowdown_must_begin_at_an_instant() -> None:

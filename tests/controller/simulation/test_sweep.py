@@ -13,7 +13,7 @@ import pytest
 from controller.policy.slo import Slo, SloClass
 from controller.simulation.hardware import A100_8B
 from controller.simulation.run import SimulationConfig
-from controller.simulation.source import WorkloadSource, parse_generator
+from controller.simulation.source import WorkloadSource
 from controller.simulation.sweep import (
     ResultsError,
     ResultsFile,
@@ -25,7 +25,7 @@ from controller.simulation.sweep import (
 )
 
 SCENE = Scene(
-    WorkloadSource(generators=(parse_generator("poisson:rate=8,duration=4,prompt=200,output=8"),)),
+    WorkloadSource(generator="poisson:rate=8,duration=4,prompt=200,output=8"),
     A100_8B,
     SimulationConfig(classes=(SloClass("default", Slo(1.0, 0.05)),)),
 )
