@@ -361,6 +361,7 @@ class EngineLoop:
             failure=None if execution.done else execution.first_failure,
             num_retries=execution.num_retries,
             num_swapped_blocks=self._memory.take_num_swapped(),
+            num_failed_swaps=self._memory.take_num_failed_swaps(),
             num_blocks_cached=self._pool.num_cached,
             num_host_blocks_used=self._memory.num_host_blocks_used,
             num_host_blocks_total=self._memory.num_host_blocks_total,

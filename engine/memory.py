@@ -30,6 +30,7 @@ class KvMemory:
         )
         self._runner = runner
         self._num_swapped = 0
+        self._num_failed_swaps = 0
 
     @property
     def pool(self) -> BlockPool:
@@ -59,6 +60,11 @@ class KvMemory:
     def take_num_swapped(self) -> int:
         """Return the blocks copied since the last call, in either direction."""
         count, self._num_swapped = self._num_swapped, 0
+        return count
+
+    def take_num_failed_swaps(self) -> int:
+        """Return the copies that failed since the last call, in either direction."""
+        count, self._num_failed_swaps = self._num_failed_swaps, 0
         return count
 
     def watch(self, request: Request) -> None:
@@ -92,6 +98,7 @@ class KvMemory:
             logger.warning(
                 "%s is computed again: swapping in failed: %s", request.request_id, error
             )
+            self._num_failed_swaps += 1
             self._release_host(request)
             self._drop(request)
             return False
@@ -158,6 +165,7 @@ class KvMemory:
             logger.warning(
                 "%s is computed again: swapping out failed: %s", request.request_id, error
             )
+            self._num_failed_swaps += 1
             return False
         request.host_block_table = host_blocks
         self._num_swapped += num_blocks

@@ -214,9 +214,10 @@ class StepReport:
     sees; `planner_s` and `execute_s` are parts of it. `is_executed` is False where the plan held no
     work (only refusals, say) or one forward was not enough, and nothing was timed that a cost model
     could learn from. `num_retries` counts the forwards beyond the first, made to find the request
-    that fails; `num_swapped_blocks` the blocks moved to host memory or back. Counts of requests and
-    blocks are those after commit; used blocks are held by requests, cached ones are free but still
-    hold the keys and values of a known prefix.
+    that fails; `num_swapped_blocks` the blocks moved to host memory or back, `num_failed_swaps` the
+    copies that were tried and failed. Counts of requests and blocks are those after commit; used
+    blocks are held by requests, cached ones are free but still hold the keys and values of a known
+    prefix.
     """
 
     step_no: int
@@ -237,6 +238,7 @@ class StepReport:
     failure: str | None = None
     num_retries: int = 0
     num_swapped_blocks: int = 0
+    num_failed_swaps: int = 0
     num_blocks_cached: int = 0
     num_host_blocks_used: int = 0
     num_host_blocks_total: int = 0

@@ -75,11 +75,11 @@ class Teacher:
         """Observe the step's duration.
 
         A step without work teaches nothing; nor does one whose duration holds more than one forward
-        of its work: forwards that failed, or KV that was moved.
+        of its work: forwards that failed, or KV that was moved or was to be.
         """
         if report.failure is not None or report.num_retries > 0:
             self._cost_model.reject(RejectReason.FAILED_STEP)
-        elif report.is_executed and report.num_swapped_blocks > 0:
+        elif report.is_executed and report.num_swapped_blocks + report.num_failed_swaps > 0:
             self._cost_model.reject(RejectReason.SWAP)
         elif report.is_executed:
             self._cost_model.observe(features_of(report), report.duration_s)

@@ -100,6 +100,7 @@ def test_prompts_that_end_or_are_scored_count_their_logits() -> None:
     ("changes", "reason"),
     [
         ({"num_swapped_blocks": 2}, RejectReason.SWAP),
+        ({"num_failed_swaps": 1}, RejectReason.SWAP),
         ({"num_retries": 1, "is_executed": False}, RejectReason.FAILED_STEP),
         ({"num_retries": 1, "num_swapped_blocks": 2}, RejectReason.FAILED_STEP),
         ({"failure": "boom", "is_executed": False}, RejectReason.FAILED_STEP),

@@ -116,6 +116,10 @@ def test_a_swap_that_fails_computes_again(
         done = [p.method for report in engine.reports for p in report.plan.preemptions]
         assert done == ([SWAP, DROP] if copy == "swap_in" else [DROP])
         assert requests[1].num_preemptions == len(done)
+        # The step that paid for the copy says so, and no other.
+        assert [report.num_failed_swaps for report in engine.reports] == [
+            sum(p.method is DROP for p in report.plan.preemptions) for report in engine.reports
+        ]
         engine.assert_idle()
         assert engine.loop._memory._prefix.is_idle
 
