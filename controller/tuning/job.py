@@ -1,0 +1,183 @@
+"""`tune`: the search from trial 0, the shipped defaults, to settings that are judged on the rest.
+
+Owns the order: try, compare, judge on the held-out part. Must not read a file or a database, nor
+print.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from controller.simulation.run import SimulationError
+from controller.tuning.objective import Outcome, overstepped, run_scene, score
+from controller.tuning.profile import Verdict
+from controller.tuning.space import DEFAULTS, TunedSettings, settings_at
+from controller.tuning.study import Study, Trial
+from controller.tuning.task import TuningTask
+
+Progress = Callable[[str, float, float], None]
+"""Called with what is being done, how many simulations are done, and how many there are."""
+
+# Scores that differ by less are the same: what is left of sums in another order.
+_TIE: Final = 1e-9
+
+
+class TuningError(ValueError):
+    """Tuning cannot go on; the message says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search found. `best` is trial 0 where nothing was better than the shipped defaults.
+
+    `is_interrupted` says that it was stopped before its last trial.
+    """
+
+    trials: tuple[Trial, ...]
+    best: Trial
+    settings: TunedSettings
+    is_interrupted: bool
+
+    @property
+    def has_found(self) -> bool:
+        """Whether something was better than the defaults on the tuning part."""
+        return self.best.number != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The defaults and the settings that were found on the same held-out scenes, in order.
+
+    `differences` are attainments by weight, after − before, scene by scene. `verdict` is `better`
+    where their mean exceeds its standard error and no guard of the objective is overstepped,
+    `worse` where a guard is or the mean is below minus its standard error, else `unclear`.
+    """
+
+    before: tuple[Outcome, ...]
+    after: tuple[Outcome, ...]
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Attainment after − before, per scene."""
+        pairs = zip(self.before, self.after, strict=True)
+        return tuple(after.attainment - before.attainment for before, after in pairs)
+
+    @property
+    def harms(self) -> dict[str, float]:
+        """Guards that the settings overstep, and by how much."""
+        return overstepped(self.after, self.before)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the settings are better on requests that did not choose them."""
+        mean = statistics.fmean(self.differences)
+        error = standard_error(self.differences)
+        if self.harms or mean < -max(error, _TIE):
+            return Verdict.WORSE
+        return Verdict.BETTER if mean > max(error, _TIE) else Verdict.UNCLEAR
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean; 0 for a single value, whose spread nobody knows."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def search(
+    task: TuningTask, study: Study, num_trials: int, progress: Progress | None = None
+) -> Search:
+    """Try points until the study holds `num_trials`, the shipped defaults first.
+
+    A KeyboardInterrupt ends the search after the last trial that was finished; what was done stays
+    in the study, and the same call goes on from there. TuningError if the defaults themselves
+    cannot be simulated, or if not even they were finished.
+    """
+    is_interrupted = False
+    scenes = task.tuning
+    try:
+        while len(trials := study.trials) < num_trials:
+            _try_next(task, study, trials, _ahead(progress, trials, num_trials, len(scenes)))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    trials = study.trials
+    if not trials:
+        raise TuningError("stopped before the first trial, the shipped defaults, was finished")
+    best = _best(trials)
+    if progress is not None:
+        progress("searched", num_trials * len(scenes), num_trials * len(scenes))
+    settings = settings_at(best.point) if best.number else DEFAULTS
+    return Search(trials, best, settings, is_interrupted)
+
+
+def compare(
+    task: TuningTask, settings: TunedSettings, progress: Progress | None = None
+) -> Comparison:
+    """Run the shipped defaults and `settings` on every held-out scene."""
+    pairs = [(scene, tried) for scene in task.held_out for tried in (DEFAULTS, settings)]
+    outcomes: list[Outcome] = []
+    for done, (scene, tried) in enumerate(pairs):
+        label = "judging on what was held out"
+        tell = None if progress is None else _part(progress, label, done, len(pairs))
+        same = tried == DEFAULTS and done % 2 == 1
+        # The same settings on the same scene end the same way.
+        outcomes.append(outcomes[-1] if same else run_scene(task, tried, scene, tell))
+    if progress is not None:
+        progress("judged", len(pairs), len(pairs))
+    return Comparison(tuple(outcomes[::2]), tuple(outcomes[1::2]))
+
+
+def _try_next(
+    task: TuningTask, study: Study, trials: Sequence[Trial], progress: Progress | None
+) -> None:
+    point = study.ask()
+    is_first = not trials
+    outcomes: list[Outcome] = []
+    defaults: Sequence[Outcome] = outcomes if is_first else trials[0].outcomes
+    num = len(task.tuning)
+    try:
+        settings = DEFAULTS if is_first else settings_at(point)
+        for index, scene in enumerate(task.tuning):
+            tell = None if progress is None else _part(progress, "", index, num)
+            outcomes.append(run_scene(task, settings, scene, tell))
+            is_hopeful = study.report(score(outcomes, defaults), index + 1)
+            if not is_first and not is_hopeful and index + 1 < num:
+                study.prune(outcomes)
+                return
+    except (ValueError, SimulationError) as error:
+        if is_first:
+            raise TuningError(f"the shipped defaults cannot be simulated: {error}") from error
+        study.fail(str(error))
+        return
+    study.complete(score(outcomes, defaults), outcomes)
+
+
+def _best(trials: Sequence[Trial]) -> Trial:
+    """Return the complete trial with the highest score; the earlier of equals, so the defaults."""
+    best = trials[0]
+    for trial in trials[1:]:
+        if trial.state == "complete" and (trial.score or 0.0) > (best.score or 0.0) + _TIE:
+            best = trial
+    return best
+
+
+def _ahead(
+    progress: Progress | None, trials: Sequence[Trial], num_trials: int, num_scenes: int
+) -> Progress | None:
+    """Return a progress of one trial's scenes within the whole search."""
+    if progress is None:
+        return None
+    done = len(trials)
+    best = f", best {_best(trials).score:.4f}" if trials else ""
+    label = f"trial {done + 1} of {num_trials}{best}"
+
+    def tell(_: str, part: float, __: float) -> None:
+        progress(label, done * num_scenes + part, num_trials * num_scenes)
+
+    return tell
+
+
+def _part(progress: Progress, label: str, done: int, total: int) -> Callable[[float], None]:
+    return lambda share: progress(label, done + share, total)

@@ -1,0 +1,170 @@
+"""`TuningTask`: what settings are tried on: a machine, promises, and traffic in two parts.
+
+Owns which requests are tuned on and which are held out, and what makes two tasks the same. Must not
+simulate or search.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import Any
+
+from controller.policy.slo import SloClass
+from controller.simulation.hardware import HardwareProfile
+from controller.simulation.run import SimulationConfig
+from controller.simulation.source import WorkloadSource
+from controller.tuning.space import TunedSettings
+from controller.workload.arrivals import Workload
+from controller.workload.transforms import window
+from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One simulation: requests, and the seed of the machine's noise."""
+
+    workload: Workload
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTask:
+    """Everything that is the same for all settings that are tried.
+
+    `engine` gives the machine's limits; `max_num_seqs` is replaced by what is tried. `max_tokens`
+    is what clients ask for (None = exactly what they get). `tuning` scenes choose, `held_out` ones
+    judge: no request is in both. ValueError names what is missing.
+    """
+
+    name: str
+    hardware: HardwareProfile
+    engine: EngineConfig
+    classes: tuple[SloClass, ...]
+    default_class: str
+    tuning: tuple[Scene, ...]
+    held_out: tuple[Scene, ...]
+    max_tokens: int | None = 2048
+
+    def __post_init__(self) -> None:
+        """Check that both parts hold requests."""
+        for name in ("tuning", "held_out"):
+            scenes = getattr(self, name)
+            if not scenes:
+                raise ValueError(f"{name} needs at least one seed")
+            if not all(scene.workload.arrivals for scene in scenes):
+                raise ValueError(f"{self.name}: the {name.replace('_', '-')} part has no request")
+
+    def config(self, settings: TunedSettings, seed: int) -> SimulationConfig:
+        """Return the simulation of these settings; ValueError if the engine cannot have them."""
+        return SimulationConfig(
+            engine=replace(self.engine, max_num_seqs=settings.max_num_seqs),
+            classes=self.classes,
+            default_class=self.default_class,
+            seed=seed,
+            planner=settings.planner,
+            max_tokens=self.max_tokens,
+        )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight by class, `default` among them."""
+        return {"default": 1.0} | {each.name: each.weight for each in self.classes}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what must be equal for results to be compared, each part by its name."""
+        return {
+            "version": metadata.version("paceline"),
+            "workload": self.name,
+            "hardware": _digest(self.hardware.to_json()),
+            "engine": _digest(asdict(replace(self.engine, max_num_seqs=1))),
+            "promises": _digest(
+                [[asdict(each) for each in self.classes], self.default_class, self.max_tokens]
+            ),
+            "tuning part": _digest([_scene_json(scene) for scene in self.tuning]),
+            "held-out part": _digest([_scene_json(scene) for scene in self.held_out]),
+        }
+
+
+def task_of_source(
+    source: WorkloadSource,
+    hardware: HardwareProfile,
+    engine: EngineConfig,
+    classes: Sequence[SloClass],
+    *,
+    default_class: str = "default",
+    load: float = 1.0,
+    seed: int = 0,
+    num_seeds: int = 3,
+    num_held_out_seeds: int = 5,
+    held_out_share: float = 0.4,
+    max_tokens: int | None = 2048,
+) -> TuningTask:
+    """Return a task over a trace or a generator at `load` times their own rate.
+
+    A generator draws other requests for every seed, and the held-out part has seeds of its own. A
+    trace is cut in time: its last `held_out_share` is held out; seeds then draw what is left to
+    chance, which is classes, the jitter of quantised arrivals and the machine's noise. ValueError
+    says what is wrong.
+    """
+    seeds = range(seed, seed + num_seeds)
+    held_out_seeds = range(seed + num_seeds, seed + num_seeds + num_held_out_seeds)
+    if source.trace is None:
+        tuning = [Scene(source.workload(load, each), each) for each in seeds]
+        held_out = [Scene(source.workload(load, each), each) for each in held_out_seeds]
+    else:
+        tuning = [
+            Scene(cut_in_time(source.workload(load, each), held_out_share)[0], each)
+            for each in seeds
+        ]
+        held_out = [
+            Scene(cut_in_time(source.workload(load, each), held_out_share)[1], each)
+            for each in held_out_seeds
+        ]
+    return TuningTask(
+        name=_name_of(source, load),
+        hardware=hardware,
+        engine=engine,
+        classes=tuple(classes),
+        default_class=default_class,
+        tuning=tuple(tuning),
+        held_out=tuple(held_out),
+        max_tokens=max_tokens,
+    )
+
+
+def cut_in_time(workload: Workload, held_out_share: float) -> tuple[Workload, Workload]:
+    """Return a workload's beginning and its last `held_out_share`, by time.
+
+    ValueError unless the share is between 0 and 1, or if all arrive at once.
+    """
+    if not 0.0 < held_out_share < 1.0:
+        raise ValueError(f"held_out_share must be between 0 and 1, got {held_out_share}")
+    cut_s = workload.duration_s * (1.0 - held_out_share)
+    if cut_s <= 0.0:
+        raise ValueError(f"workload {workload.name!r} arrives at once and cannot be cut in two")
+    return window(workload, 0.0, cut_s), window(workload, cut_s, math.inf)
+
+
+def _name_of(source: WorkloadSource, load: float) -> str:
+    name = source.trace or source.generator or ""
+    return name if load == 1.0 else f"{name} at {load:g} times its rate"
+
+
+def _scene_json(scene: Scene) -> list[Any]:
+    return [
+        scene.seed,
+        [
+            [a.at_s, a.num_prompt_tokens, a.num_output_tokens, a.slo_class, list(a.prefix_ids)]
+            for a in scene.workload.arrivals
+        ],
+    ]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]

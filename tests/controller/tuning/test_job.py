@@ -1,0 +1,245 @@
+"""The search: trial 0 first, the same trials every time, interruptions that lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from controller.simulation.run import SimulationError
+from controller.tuning import job
+from controller.tuning.job import Comparison, TuningError, compare, search
+from controller.tuning.objective import Outcome, run_scene
+from controller.tuning.profile import Verdict
+from controller.tuning.space import DEFAULTS, TunedSettings, knobs_named, point_of, settings_at
+from controller.tuning.study import Study, StudyError, Trial
+from controller.tuning.task import TuningTask
+from tests.controller.tuning.tuning_tasks import crowd, task
+
+SEATS = knobs_named(["max_num_seqs"])
+CROWDED = task(
+    crowd(400, 0.001, output=20),
+    held_out=(crowd(380, 0.001, output=20), crowd(420, 0.001, output=20)),
+)
+"""More chats at once than the default has seats for, on a machine that could hold them."""
+
+
+@contextmanager
+def study(
+    path: Path, tried: TuningTask = CROWDED, seed: int = 0, names: Sequence[str] = ("max_num_seqs",)
+) -> Iterator[Study]:
+    knobs = knobs_named(names)
+    with Study.open(
+        path / "study", knobs, point_of(DEFAULTS, knobs), tried.fingerprint(), seed
+    ) as opened:
+        yield opened
+
+
+def points(trials: Sequence[Trial]) -> list[tuple[str, dict[str, float], float | None]]:
+    return [(each.state, dict(each.point), each.score) for each in trials]
+
+
+def test_something_better_is_found_where_there_is_something_and_holds_on_what_was_held_out(
+    tmp_path: Path,
+) -> None:
+    with study(tmp_path) as opened:
+        found = search(CROWDED, opened, 6)
+    assert found.trials[0].point == {"max_num_seqs": 64}
+    assert found.has_found
+    assert not found.is_interrupted
+    assert found.settings.max_num_seqs > 64
+    assert found.settings == settings_at(found.best.point)
+    judged = compare(CROWDED, found.settings)
+    assert judged.verdict is Verdict.BETTER
+    assert min(judged.differences) > 0.05
+
+
+def test_a_study_that_goes_on_is_the_one_that_never_stopped(tmp_path: Path) -> None:
+    small = task(crowd(120, 0.0005, output=12))
+    names = ("pace", "knee_share", "max_num_seqs")
+    runs = []
+    for name, stops in (("whole", (6,)), ("parts", (1, 4, 6))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for num_trials in stops:
+            with study(folder, small, names=names) as opened:
+                found = search(small, opened, num_trials)
+                assert len(found.trials) == num_trials
+        runs.append(points(found.trials))
+    assert runs[0] == runs[1]
+    with study(tmp_path, small, seed=1, names=names) as opened:
+        assert points(search(small, opened, 3).trials)[1:] != runs[0][1:3]
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
+    """Let the simulation numbered `after` (from 0) raise, once."""
+    count = iter(range(1000))
+
+    def run(tried: TuningTask, settings: TunedSettings, *rest: object) -> Outcome:
+        if next(count) == after:
+            raise error
+        return run_scene(tried, settings, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job, "run_scene", run)
+
+
+def test_an_interruption_keeps_what_is_done_and_the_same_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(crowd(30), crowd(31))
+    with study(tmp_path, small) as opened, monkeypatch.context() as patched:
+        # The second scene of the third trial.
+        interrupting(patched, 5, KeyboardInterrupt())
+        found = search(small, opened, 5)
+    assert found.is_interrupted
+    assert len(found.trials) == 2
+    with study(tmp_path, small) as opened:
+        resumed = search(small, opened, 5)
+    assert not resumed.is_interrupted
+    assert points(resumed.trials)[:2] == points(found.trials)
+    other = tmp_path / "never stopped"
+    other.mkdir()
+    with study(other, small) as opened:
+        assert points(search(small, opened, 5).trials) == points(resumed.trials)
+
+
+def test_an_interruption_of_the_first_trial_leaves_the_defaults_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(crowd(10))
+    with study(tmp_path, small) as opened, monkeypatch.context() as patched:
+        interrupting(patched, 0, KeyboardInterrupt())
+        with pytest.raises(TuningError, match="before the first trial"):
+            search(small, opened, 2)
+    with study(tmp_path, small) as opened:
+        assert search(small, opened, 2).trials[0].point == {"max_num_seqs": 64}
+
+
+def test_settings_that_cannot_be_simulated_fail_and_the_search_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(crowd(10))
+    with study(tmp_path, small) as opened, monkeypatch.context() as patched:
+        interrupting(patched, 2, SimulationError("no work for anybody"))
+        trials = search(small, opened, 4).trials
+    assert [each.state for each in trials] == ["complete", "complete", "failed", "complete"]
+    assert (trials[2].score, trials[2].reason) == (None, "no work for anybody")
+    with study(tmp_path, small) as opened:
+        assert opened.trials == trials
+
+
+def test_defaults_that_cannot_be_simulated_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(crowd(10))
+    with study(tmp_path, small) as opened, monkeypatch.context() as patched:
+        interrupting(patched, 0, ValueError("no such class"))
+        with pytest.raises(TuningError, match="shipped defaults cannot be simulated: no such"):
+            search(small, opened, 4)
+
+
+def test_hopeless_trials_are_given_up_early_and_never_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(crowd(10), crowd(11), crowd(12))
+    scenes = []
+
+    def run(tried: TuningTask, settings: TunedSettings, *rest: object) -> Outcome:
+        scenes.append(settings.max_num_seqs)
+        value = min(settings.max_num_seqs / 256, 1.0)
+        return Outcome(value, {}, {}, 1.0, None, None, None)
+
+    monkeypatch.setattr(job, "run_scene", run)
+    with study(tmp_path, small) as opened:
+        found = search(small, opened, 12)
+    pruned = [each for each in found.trials if each.state == "pruned"]
+    assert pruned
+    assert all(0 < len(each.outcomes) < 3 and each.score is not None for each in pruned)
+    assert len(scenes) == sum(len(each.outcomes) for each in found.trials)
+    assert found.best.score == max(each.score or 0.0 for each in found.trials)
+    assert found.best.state == "complete"
+
+
+def test_where_nothing_is_better_the_defaults_win(tmp_path: Path) -> None:
+    easy = task(crowd(10, 0.2))
+    with study(tmp_path, easy, names=("pace", "bank")) as opened:
+        found = search(easy, opened, 3)
+    assert {each.score for each in found.trials} == {1.0}
+    assert not found.has_found
+    assert found.settings == DEFAULTS
+    assert compare(easy, found.settings).verdict is Verdict.UNCLEAR
+
+
+def test_progress_rises_to_all_simulations(tmp_path: Path) -> None:
+    small = task(crowd(10), crowd(11))
+    told: list[tuple[str, float, float]] = []
+    with study(tmp_path, small) as opened:
+        found = search(small, opened, 3, lambda *what: told.append(what))
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1] == ("searched", 6, 6)
+    assert told[0][0] == "trial 1 of 3"
+    assert any("trial 3 of 3, best 1.0000" in label for label, _, _ in told)
+    told.clear()
+    compare(small, found.settings, lambda *what: told.append(what))
+    assert told[-1] == ("judged", 4, 4)
+
+
+def outcome(attainment: float, gap_s: float = 0.1) -> Outcome:
+    return Outcome(attainment, {"a": attainment}, {"a": 1000}, 1.0, gap_s, None, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([0.5, 0.6, 0.7], [0.6, 0.7, 0.8], Verdict.BETTER),
+        ([0.5, 0.6, 0.7], [0.9, 0.3, 0.7], Verdict.UNCLEAR),
+        ([0.5, 0.6, 0.7], [0.5, 0.6, 0.7], Verdict.UNCLEAR),
+        ([0.5, 0.6, 0.7], [0.4, 0.5, 0.6], Verdict.WORSE),
+        ([0.5], [0.505], Verdict.BETTER),
+    ],
+)
+def test_the_verdict_weighs_the_mean_against_its_error(
+    before: list[float], after: list[float], verdict: Verdict
+) -> None:
+    compared = Comparison(tuple(map(outcome, before)), tuple(map(outcome, after)))
+    assert compared.verdict is verdict
+
+
+def test_a_harm_makes_it_worse_whatever_was_gained() -> None:
+    compared = Comparison((outcome(0.5, 0.1),), (outcome(0.9, 0.4),))
+    assert compared.harms == {"longest gap": 1.0}
+    assert compared.verdict is Verdict.WORSE
+
+
+def test_a_study_is_for_one_task_one_seed_and_one_process(tmp_path: Path) -> None:
+    small = task(crowd(10))
+    with (
+        study(tmp_path, small),
+        pytest.raises(StudyError, match="another process tunes"),
+        study(tmp_path, small),
+    ):
+        pass
+    for changes, part in (
+        ({"tried": replace(small, max_tokens=7)}, "promises"),
+        ({"seed": 1}, "seed"),
+        ({"names": ("pace",)}, "knobs"),
+    ):
+        arguments = {"tried": small, **changes}
+        with (
+            pytest.raises(StudyError, match=f"its {part} is .*name another file"),
+            study(tmp_path, **arguments),  # type: ignore[arg-type]
+        ):
+            pass
+    with study(tmp_path, small) as opened:
+        assert opened.trials == ()
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "study").write_text("dear diary\n")
+    with pytest.raises(StudyError, match="not a study"), study(tmp_path):
+        pass
+    with pytest.raises(StudyError, match="no directory"), study(tmp_path / "nowhere"):
+        pass

@@ -1,0 +1,76 @@
+"""Tasks: two parts that share no request, and a fingerprint of everything that matters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from controller.simulation.run import engine_for
+from controller.simulation.source import WorkloadSource
+from controller.tuning.task import TuningTask, cut_in_time, task_of_source
+from controller.workload.arrivals import Workload
+from controller.workload.traces import write_trace
+from tests.controller.tuning.tuning_tasks import BULK, CHAT, QUIET, crowd, task
+
+GENERATED = WorkloadSource(
+    generator="poisson:rate=5,duration=10,prompt=9,output=3,classes=chat:1/bulk:1"
+)
+
+
+def of(source: WorkloadSource, **changes: object) -> TuningTask:
+    return task_of_source(source, QUIET, engine_for(QUIET), (CHAT, BULK), **changes)  # type: ignore[arg-type]
+
+
+def test_generated_parts_have_seeds_and_requests_of_their_own() -> None:
+    made = of(GENERATED, seed=3, num_seeds=2, num_held_out_seeds=3)
+    assert [scene.seed for scene in made.tuning] == [3, 4]
+    assert [scene.seed for scene in made.held_out] == [5, 6, 7]
+    workloads = [scene.workload.arrivals for scene in (*made.tuning, *made.held_out)]
+    assert len(set(workloads)) == 5
+    faster = of(GENERATED, load=2.0)
+    assert faster.tuning[0].workload.rate > 1.3 * made.tuning[0].workload.rate
+    assert "2 times its rate" in faster.name
+
+
+def test_a_trace_is_cut_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    whole = crowd(100, 0.5)
+    write_trace(whole, path)
+    made = of(WorkloadSource(trace=str(path)), num_seeds=1, num_held_out_seeds=2)
+    first, rest = made.tuning[0].workload, made.held_out[0].workload
+    assert first.num_requests + rest.num_requests == 100
+    assert first.num_requests == 60
+    assert made.held_out[1].workload == rest
+    assert made.held_out[1].seed != made.held_out[0].seed
+    assert rest.arrivals[0].at_s < 0.5
+
+
+def test_a_part_without_requests_and_a_cut_that_is_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="arrives at once"):
+        cut_in_time(crowd(3, 0.0), 0.4)
+    for share in (0.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="held_out_share"):
+            cut_in_time(crowd(3), share)
+    with pytest.raises(ValueError, match="held-out part has no request"):
+        task(held_out=(Workload("none", ()),))
+    with pytest.raises(ValueError, match="held_out needs at least one seed"):
+        of(GENERATED, num_held_out_seeds=0)
+
+
+def test_fingerprints_name_the_part_that_differs() -> None:
+    made = task(crowd(5))
+    assert made.fingerprint() == task(crowd(5)).fingerprint()
+
+    def differs(other: TuningTask) -> list[str]:
+        theirs = other.fingerprint()
+        return [name for name, value in made.fingerprint().items() if theirs[name] != value]
+
+    assert differs(task(crowd(6))) == ["tuning part", "held-out part"]
+    assert differs(replace(made, hardware=replace(QUIET, noise=0.5))) == ["hardware"]
+    assert differs(replace(made, classes=(CHAT, replace(BULK, weight=3.0)))) == ["promises"]
+    assert differs(replace(made, max_tokens=64)) == ["promises"]
+    assert differs(replace(made, engine=engine_for(QUIET, num_blocks=99))) == ["engine"]
+    # The seats are a knob.
+    assert differs(replace(made, engine=engine_for(QUIET, max_num_seqs=7))) == []
