@@ -119,7 +119,7 @@ class LoadClient:
         """Send `request` now and return its series when the stream has ended."""
         sent_at = self._clock.now()
         tally = _Tally()
-        decision: str | None = None
+        answer: httpx.Response | None = None
         try:
             async with self._http.stream(
                 "POST",
@@ -127,13 +127,14 @@ class LoadClient:
                 json=request.payload(self._model),
                 headers={**request.headers(), "x-request-id": request.name},
             ) as response:
-                decision = response.headers.get("x-slo-decision")
+                answer = response
                 if response.status_code == httpx.codes.OK:
                     await self._read_tokens(response, tally, on_read)
                 else:
                     tally.error = _refusal_line(response.status_code, await response.aread())
         except httpx.HTTPError as exc:
             tally.error = f"{type(exc).__name__}: {exc}"
+        headers = httpx.Headers() if answer is None else answer.headers
         return RequestSeries(
             name=request.name,
             sent_at=sent_at,
@@ -142,9 +143,12 @@ class LoadClient:
             server_prompt_tokens=tally.prompt_tokens,
             server_cached_tokens=tally.cached_tokens,
             server_output_tokens=tally.server_output_tokens,
-            decision=decision,
+            decision=headers.get("x-slo-decision"),
             error=tally.error,
             text="".join(tally.texts),
+            status=None if answer is None else answer.status_code,
+            dropped_reason=headers.get("x-llm-d-request-dropped-reason"),
+            retry_after_s=_retry_after_s(headers),
         )
 
     async def _read_tokens(
@@ -162,6 +166,16 @@ class LoadClient:
                     on_read(read)
         if tally.error is None and not tally.is_done:
             tally.error = "the stream ended without [DONE]"
+
+
+def _retry_after_s(headers: httpx.Headers) -> float | None:
+    """Return when to come back, in seconds; None where nothing is said, or not as a number."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return float(headers[name]) * scale
+        except (KeyError, ValueError):
+            continue
+    return None
 
 
 def _error_line(body: object) -> str:

@@ -16,13 +16,17 @@ DEFAULT_VOCAB_SIZE = 8192
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRequest:
-    """One request of the scenario; targets in seconds, None = no promise is asked for."""
+    """One request of the scenario; targets in seconds, None = no promise is asked for.
+
+    `slo_class` names a class of the server's settings, None = whatever is its default.
+    """
 
     name: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     ttft_s: float | None = None
     tpot_s: float | None = None
+    slo_class: str | None = None
 
     def payload(self, model: str) -> dict[str, Any]:
         """Return the body of a streamed, greedy `/v1/completions` call that runs to `max_tokens`.
@@ -41,9 +45,12 @@ class ScenarioRequest:
         }
 
     def headers(self) -> dict[str, str]:
-        """Return the SLO headers, in milliseconds; empty without a target."""
+        """Return the SLO headers, in milliseconds, and the class; empty without either."""
         targets = {"x-slo-ttft-ms": self.ttft_s, "x-slo-tpot-ms": self.tpot_s}
-        return {name: f"{s * 1000:.3f}" for name, s in targets.items() if s is not None}
+        headers = {name: f"{s * 1000:.3f}" for name, s in targets.items() if s is not None}
+        if self.slo_class is not None:
+            headers["x-llm-d-inference-objective"] = self.slo_class
+        return headers
 
 
 @dataclass(frozen=True, slots=True)

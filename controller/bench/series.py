@@ -27,7 +27,8 @@ class RequestSeries:
     `sent_at` is taken before the request is written: the arrival, in an open loop. Counts under
     `server_` are those the server reported (None = not reported). `decision` is the server's
     `x-slo-decision`. `error` is one line, None for a stream that ended as it should. `text` is what
-    was generated, None where the server sends none.
+    was generated, None where the server sends none. `status` is that of HTTP, None without an
+    answer; `dropped_reason` and `retry_after_s` (seconds) are what a refusal said of itself.
     """
 
     name: str
@@ -40,6 +41,9 @@ class RequestSeries:
     decision: str | None = None
     error: str | None = None
     text: str | None = None
+    status: int | None = None
+    dropped_reason: str | None = None
+    retry_after_s: float | None = None
 
     @property
     def first_token_at(self) -> float | None:

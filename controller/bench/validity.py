@@ -26,6 +26,8 @@ class ViolationKind(enum.StrEnum):
     NOT_OUTLASTING = "not_outlasting"
     TOO_FEW_READS = "too_few_reads"
     SERVER_FAILED = "server_failed"
+    LATE_CLIENT = "late_client"
+    MACHINE_CHANGED = "machine_changed"
 
 
 @dataclass(frozen=True, slots=True)
