@@ -43,8 +43,10 @@ BATCH_AGE = 100
 # down all information.
 TRUSTED_SAMPLES = 500
 UNTRUSTED_KEEP = 0.2
-# As many samples as directional forgetting remembers.
+# As many samples as directional forgetting remembers; and an age at which a plane forgets no faster
+# than it ever will: a fit has seen its samples several times.
 FIT_SAMPLES = 450
+SETTLED_AGE = 1000
 _PROXIMAL = 1e-9
 _LOWER = np.zeros(NUM_BASIS)
 _LOWER[0] = MIN_INTERCEPT_S
@@ -128,7 +130,7 @@ class NonNegativePlane:
         keep = min(1.0, FIT_SAMPLES / max(1, len(relative)))
         plane._information = plane._information + relative.T @ relative * keep
         plane._moment = plane._information @ plane.coefficients
-        plane._num_samples, plane._num_total = BATCH_AGE, TRUSTED_SAMPLES
+        plane._num_samples = plane._num_total = SETTLED_AGE
         return plane
 
     def forget_faster(self, age: int) -> None:

@@ -39,7 +39,7 @@ HOLD_OUT: Final = 4
 MIN_SAMPLES: Final = 80
 # Better is: by that many standard errors of the mean difference, and by that share of the error.
 _STANDARD_ERRORS: Final = 2.0
-_LEAST_GAIN: Final = 0.03
+_LEAST_GAIN: Final = 0.15
 _WORST_ERROR: Final = 1.0
 
 
