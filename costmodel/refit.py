@@ -174,6 +174,11 @@ def _nonnegative(design: FloatArray, target: FloatArray, start: FloatArray) -> F
     return np.minimum(np.maximum(found, lower), MAX_COEFFICIENT_S)
 
 
+def load_solver() -> None:
+    """Import scikit-learn now: a second that a later refit need not take."""
+    _estimator()
+
+
 def _estimator() -> Any:
     from sklearn.linear_model import LinearRegression
 

@@ -65,6 +65,14 @@ class StepSeries:
         )
         return StepSeries(f"{self.name} ×{factor:g}", steps, self.num_left_out)
 
+    def blinded(self) -> StepSeries:
+        """Return the series as seen by a model that knows of neither chunks nor prompt logits."""
+        steps = tuple(
+            step._replace(features=step.features._replace(num_chunks=0.0, num_prompt_logits=0.0))
+            for step in self.steps
+        )
+        return StepSeries(f"{self.name}, blind", steps, self.num_left_out)
+
 
 class StepReader(Protocol):
     """Reads pages of stored steps, newest first."""

@@ -45,6 +45,10 @@ def costmodel(
     outliers: Annotated[
         float, typer.Option(min=0, max=0.2, help="Share of synthetic outliers, ×1000.")
     ] = 0.005,
+    blind: Annotated[
+        bool,
+        typer.Option("--blind", help="Also replay each series without chunk and logit counts."),
+    ] = False,
     learner: Annotated[
         list[str] | None,
         typer.Option(help="recursive, refitted or windowed. Repeatable. Default: all."),
@@ -87,6 +91,8 @@ def costmodel(
             synthetic_series(name, steps, noise=noise, outlier_share=outliers, seed=seed)
             for name in DEVICES
         ]
+    if blind:
+        series = [each for one in series for each in (one, one.blinded())]
     if not series:
         raise typer.BadParameter("nothing to replay: give --run, --record or --measured")
     clock = MonotonicClock()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-from costmodel.refit import Refit, RefitJob
+from costmodel.refit import Refit, RefitJob, load_solver
 from engine.request import Request
 from engine.step import StepReport
 
@@ -125,6 +125,8 @@ class Refitter:
         return True
 
     def _loop(self) -> None:
+        # Before there is much to serve: an import holds up the loop's thread, a fit hardly does.
+        load_solver()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._job is not None)

@@ -70,6 +70,14 @@ def test_a_slowed_series_changes_from_one_step_on() -> None:
     assert slowed.name == "s ×2"
 
 
+def test_a_blinded_series_has_everything_but_chunks_and_logits() -> None:
+    series = synthetic_series("two cores", 50)
+    blind = series.blinded()
+    assert [step.features[:5] for step in blind.steps] == [s.features[:5] for s in series.steps]
+    assert {step.features[5:] for step in blind.steps} == {(0.0, 0.0)}
+    assert [step.latency_s for step in blind.steps] == [s.latency_s for s in series.steps]
+
+
 def test_measured_rows_become_prefills_and_decodes(tmp_path: Path) -> None:
     path = a_table(
         tmp_path / "t.csv",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import islice
 
 import numpy as np
@@ -76,6 +78,15 @@ def test_a_job_says_when_the_fit_is_better_and_when_it_is_not() -> None:
     again = RefitJob(samples, bad.planes).run()
     assert not again.is_better
     assert np.array_equal(again.planes, bad.planes)
+
+
+def test_the_solver_can_be_loaded_ahead() -> None:
+    code = (
+        "import sys; from costmodel.refit import load_solver; before = 'sklearn' in sys.modules\n"
+        "load_solver(); print(before, 'sklearn.linear_model' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_an_outlier_is_no_verdict() -> None:
