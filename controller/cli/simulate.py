@@ -16,13 +16,16 @@ from typing import Annotated, Any
 
 import typer
 
+from controller.cli.database import DbOption
 from controller.cli.progress import StartupProgress
+from controller.cli.simulate_stored import StoredRun, keep_arrivals, open_run
 from controller.cli.simulate_view import print_report
 from controller.cli.simulate_words import loads_of, planner_config, seeds_of
-from controller.config import parse_slo_class
+from controller.config import DEFAULT_DB_URL, parse_slo_class
 from controller.policy.lengths import OutputLengths
 from controller.policy.policies import POLICY_NAMES, make_planner
 from controller.simulation.fitting import hardware_of
+from controller.simulation.hardware import HardwareProfile
 from controller.simulation.html import render_html
 from controller.simulation.report import Report, build_report, score
 from controller.simulation.run import SimulationConfig, SimulationError, check_classes, engine_for
@@ -40,6 +43,7 @@ from controller.workload.arrivals import Workload
 from costmodel.prior import flat_prior
 
 EXIT_CANNOT_START = 2
+DEFAULT_HARDWARE = "a100-8b"
 BUDGET_FAMILIES = tuple(name.removesuffix("-N") for name in POLICY_NAMES if name.endswith("-N"))
 _WORKLOAD, _MACHINE, _POLICY, _RUN = "Workload", "Machine", "Policies and promises", "Run"
 
@@ -55,6 +59,15 @@ def simulate(
     trace_format: Annotated[
         str, _option(_WORKLOAD, "Its format (default: told apart by its first line).")
     ] = "auto",
+    replay: Annotated[
+        str | None,
+        _option(
+            _WORKLOAD,
+            "The arrivals and promises of a stored run instead (an id, or last), on the machine"
+            " that its cost model learnt.",
+        ),
+    ] = None,
+    db: DbOption = DEFAULT_DB_URL,
     generate: Annotated[
         str | None,
         _option(
@@ -78,13 +91,13 @@ def simulate(
         ),
     ] = False,
     hardware: Annotated[
-        str,
+        str | None,
         _option(
             _MACHINE,
             "a100-8b (default), h100-70b, cpu-demo; a JSON file with a profile or a cost model's"
             " snapshot; or TABLE.csv:MODEL:HARDWARE[:TENSOR_PARALLEL] to fit.",
         ),
-    ] = "a100-8b",
+    ] = None,
     noise: Annotated[
         float | None, _option(_MACHINE, "Size of the noise instead of the machine's own.", min=0)
     ] = None,
@@ -177,6 +190,10 @@ def simulate(
     """Run policies on a workload in virtual time and compare what they keep of their promises."""
     try:
         classes = tuple(parse_slo_class(each) for each in slo_class or [])
+        stored = None if replay is None else open_run(replay, db)
+        if stored is not None:
+            trace = keep_arrivals(stored.workload, out, trace)
+            classes = classes or stored.classes
         source = WorkloadSource(
             trace=trace,
             generator=generate,
@@ -188,7 +205,7 @@ def simulate(
             mix=parse_mix(mix) if mix else (),
             is_by_length=mix_by_length,
         )
-        machine = hardware_of(hardware)
+        machine = _machine(hardware, stored)
         if noise is not None:
             machine = dataclasses.replace(machine, noise=noise)
         limits = {
@@ -200,8 +217,13 @@ def simulate(
             "num_host_blocks": num_host_blocks,
             "is_prefix_cache_enabled": enable_prefix_caching,
         }
+        given = {name: value for name, value in limits.items() if value is not None}
+        kept = {} if stored is None else stored.limits
+        known = {name: value for name, value in kept.items() if name not in given}
         config = SimulationConfig(
-            engine=engine_for(machine, **{k: v for k, v in limits.items() if v is not None}),
+            engine=engine_for(
+                machine, **(known | {k: v for k, v in limits.items() if v is not None})
+            ),
             classes=classes or (parse_slo_class("default:ttft_ms=1000,tpot_ms=50"),),
             default_class=default_slo_class,
             learner=typing.cast("Any", learner),
@@ -224,6 +246,14 @@ def simulate(
     print_report(report)
     if out is not None:
         _write(out, report)
+
+
+def _machine(name: str | None, stored: StoredRun | None) -> HardwareProfile:
+    if name is None and stored is not None:
+        if stored.machine is None:
+            raise ValueError("this run kept no cost model: name a machine with --hardware")
+        return stored.machine
+    return hardware_of(name or DEFAULT_HARDWARE)
 
 
 def _sweep(
