@@ -1,18 +1,20 @@
 """Settings: flags, environment, TOML file and defaults in one place, checked once.
 
 Owns every setting's name, meaning, unit and default; the command line derives its flags from here.
-Order: flag > environment (`PACELINE_*`) > TOML file > default.
+Order: flag > environment (`PACELINE_*`) > TOML file > profile of tuned settings > default.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -130,6 +132,12 @@ class Settings(BaseSettings):
         "slo: budget per step from deadlines; static: a fixed token budget; whole: no chunking",
         _POLICY,
     )
+    profile: str | None = _setting(
+        None,
+        "tuned settings: the name of a profile in the database, a YAML file, or `none`"
+        " (default: the model's active one, if there is one)",
+        _POLICY, min_length=1,
+    )  # fmt: skip
     slo_class: tuple[SloClass, ...] = _setting(
         (),
         "a class of service, repeatable:"
@@ -142,6 +150,9 @@ class Settings(BaseSettings):
     is_lenient_slo: bool = _setting(
         False, "ignore and count malformed SLO headers instead of refusing them", _POLICY
     )
+    # Values of a profile, set by `load_settings` on a class of its own.
+    _tuned: ClassVar[Mapping[str, Any]] = {}
+
     planner: PolicyConfig = Field(
         default_factory=PolicyConfig,
         description="the SLO planner's knobs (TOML table [planner] or PACELINE_PLANNER__*)",
@@ -199,11 +210,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Put the TOML file, named by `_toml_file`, below the environment."""
+        """Put the TOML file below the environment, and what a profile holds below the file."""
         file = cls.model_config.get("toml_file")
         sources = [init_settings, env_settings]
         if file is not None:
             sources.append(TomlConfigSettingsSource(settings_cls, toml_file=Path(str(file))))
+        if cls._tuned:
+            sources.append(InitSettingsSource(settings_cls, dict(cls._tuned)))
         return tuple(sources)
 
 
@@ -252,11 +265,15 @@ def parse_slo_class(entry: Any) -> SloClass:
     return SloClass(name, slo, 1.0 if weight is None else weight, OnInfeasible(infeasible))
 
 
-def load_settings(flags: dict[str, Any], config_file: Path | None = None) -> Settings:
+def load_settings(
+    flags: dict[str, Any],
+    config_file: Path | None = None,
+    tuned: Mapping[str, Any] | None = None,
+) -> Settings:
     """Compose the settings; SettingsError names the field, where the value came from is up to it.
 
     `flags` holds only what was given on the command line. `config_file` defaults to
-    `paceline.toml` in the current directory, if it is there.
+    `paceline.toml` in the current directory, if it is there. `tuned` are the values of a profile.
     """
     file = config_file
     if file is None and Path(DEFAULT_CONFIG_FILE).is_file():
@@ -266,6 +283,7 @@ def load_settings(flags: dict[str, Any], config_file: Path | None = None) -> Set
 
     class _Composed(Settings):
         model_config = SettingsConfigDict(toml_file=file)
+        _tuned = tuned or {}
 
     try:
         composed = _Composed(**flags)

@@ -41,6 +41,7 @@ def banner(runtime: Runtime, url: str) -> str:
         ),
         ("KV reuse", _reuse(config)),
         ("policy", f"{settings.policy}: {budget}; at most {config.max_num_seqs} running"),
+        ("profile", settings.profile or "none, the shipped defaults"),
         ("classes", "; ".join(_describe(item) for item in settings.slo_classes.values())),
         ("cost model", _cost_model(runtime)),
         ("telemetry", mask_url(settings.db)),

@@ -26,11 +26,14 @@ from controller.cli.banner import banner, status_line
 from controller.cli.options import with_settings
 from controller.cli.progress import CurrentStderr, StartupProgress
 from controller.config import Settings, SettingsError, load_settings
+from controller.tuning.lookup import find_profile
+from controller.tuning.profile import ProfileError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from controller.runtime.service import Service
+    from controller.runtime.tuned_for import TunedFor
     from controller.runtime.wiring import Runtime
 
 EXIT_CANNOT_START = 2
@@ -64,7 +67,7 @@ def serve(
     if model is not None:
         flags["model"] = model
     try:
-        settings = load_settings(flags, config)
+        settings, tuned_for = _settings(flags, config)
     except SettingsError as error:
         _fail(str(error))
     if print_settings:
@@ -79,7 +82,7 @@ def serve(
     # Libraries that draw bars of their own would garble ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
     with contextlib.closing(listener):
-        failure = asyncio.run(_serve(settings, listener))
+        failure = asyncio.run(_serve(settings, listener, tuned_for))
     if failure == _STOPPED_LOADING:
         # The loading thread may be anywhere in native code, which the interpreter's end aborts.
         _say_error(failure)
@@ -91,6 +94,21 @@ def serve(
 
 def _say_error(message: str) -> None:
     print(f"paceline: error: {message}", file=sys.stderr, flush=True)
+
+
+def _settings(flags: dict[str, Any], config: Path | None) -> tuple[Settings, TunedFor | None]:
+    """Return the settings, and whom their profile belongs to; SettingsError says what is wrong."""
+    settings = load_settings(flags, config)
+    try:
+        profile = find_profile(settings.profile, settings.db, settings.model_name)
+    except ProfileError as error:
+        raise SettingsError(f"--profile: {error}") from error
+    if profile is None:
+        return settings, None
+    refusal = profile.tuned_for.refusal(settings.model_name)
+    if refusal is not None:
+        raise SettingsError(f"--profile: {refusal}")
+    return load_settings(flags, config, profile.server_values()), profile.tuned_for
 
 
 def _fail(message: str) -> typing.NoReturn:
@@ -116,7 +134,9 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> str | None:
+async def _serve(
+    settings: Settings, listener: socket.socket, tuned_for: TunedFor | None
+) -> str | None:
     """Answer at once, load, serve until a signal, stop in order; returns why it could not start."""
     import uvicorn
 
@@ -155,7 +175,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = _load(settings)
+    loading = _load(settings, tuned_for)
     await asyncio.wait(
         (asyncio.ensure_future(serving), loading), return_when=asyncio.FIRST_COMPLETED
     )
@@ -181,7 +201,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> str | None:
     return None
 
 
-def _load(settings: Settings) -> asyncio.Future[Runtime | str]:
+def _load(settings: Settings, tuned_for: TunedFor | None) -> asyncio.Future[Runtime | str]:
     """Build the runtime on a thread of its own; the future holds it, or why there is none.
 
     A daemon thread: a signal while loading must not wait for the weights.
@@ -200,7 +220,7 @@ def _load(settings: Settings) -> asyncio.Future[Runtime | str]:
         result: Runtime | str
         try:
             with StartupProgress() as progress:
-                result = build_runtime(settings, progress)
+                result = build_runtime(settings, progress, tuned_for)
         except StartupError as error:
             result = str(error)
         except BaseException as error:

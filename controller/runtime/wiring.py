@@ -26,6 +26,7 @@ from controller.runtime.service import PromiseTerms, Service
 from controller.runtime.snapshots import SnapshotKeeper, Start, start_model
 from controller.runtime.streams import StreamHub
 from controller.runtime.tally import Tally
+from controller.runtime.tuned_for import TunedFor
 from controller.runtime.warmup import run_sweep, time_swap
 from costmodel.prior import Sample, SweepShape, sweep_plan
 from costmodel.refitted import RefittedLeastSquares
@@ -85,16 +86,21 @@ class Runtime:
         self.reader.close()
 
 
-def build_runtime(settings: Settings, progress: Progress) -> Runtime:
+def build_runtime(
+    settings: Settings, progress: Progress, tuned_for: TunedFor | None = None
+) -> Runtime:
     """Load, warm up and wire everything; the loop's thread is started. StartupError says why not.
 
-    The database comes first: a wrong URL should not cost the loading of a model.
+    The database comes first: a wrong URL should not cost the loading of a model. `tuned_for` is
+    whom the profile belongs to that the settings were taken from.
     """
     try:
         migrate(settings.db)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
     engine = _load(settings, progress)
+    if tuned_for is not None:
+        _check_owner(tuned_for, settings, engine)
     clock = MonotonicClock()
     config = _engine_config(settings, engine)
     try:
@@ -115,6 +121,7 @@ def build_runtime(settings: Settings, progress: Progress) -> Runtime:
         attention_backend=engine.attention_backend,
         policy=settings.policy,
         code_version=metadata.version("paceline"),
+        profile=None if tuned_for is None else tuned_for.profile,
         settings=settings.to_json(),
     )
     try:
@@ -221,6 +228,14 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         return load_engine(settings.model, options, progress)
     except ModelLoadError as error:
         raise StartupError(str(error)) from error
+
+
+def _check_owner(tuned_for: TunedFor, settings: Settings, engine: LoadedEngine) -> None:
+    refusal = tuned_for.refusal(
+        settings.model_name, engine.device_name, engine.dtype, engine.attention_backend
+    )
+    if refusal is not None:
+        raise StartupError(f"--profile: {refusal}")
 
 
 def _host_kv_bytes(swap_space: float | None) -> int:

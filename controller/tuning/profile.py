@@ -108,6 +108,7 @@ class BudgetProfile:
     def server_values(self) -> dict[str, Any]:
         """Return the settings as a source of `Settings`, below files and above defaults."""
         return {
+            "profile": self.name,
             MAX_NUM_SEQS: self.settings.max_num_seqs,
             "planner": asdict(self.settings.planner),
         }

@@ -180,7 +180,7 @@ import atexit, threading
 from controller.runtime import wiring
 from controller.cli.main import main
 atexit.register(print, "in order")
-def build_runtime(settings, progress):
+def build_runtime(settings, progress, *owner):
     print("loading", flush=True)
     threading.Event().wait()
 wiring.build_runtime = build_runtime

@@ -140,3 +140,23 @@ def test_settings_of_kv_memory_have_vllms_names_and_reach_the_loader() -> None:
 def test_a_swap_space_that_is_no_size_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match="swap_space"):
         load_settings({"swap_space": value})
+
+
+def test_a_profile_is_above_defaults_and_below_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[planner]\npace = 0.5\n")
+    monkeypatch.setenv("PACELINE_PLANNER__BANK", "0.25")
+    tuned = {
+        "profile": "mine",
+        "max_num_seqs": 9,
+        "port": 1,
+        "planner": {"pace": 0.7, "bank": 1.0, "knee_share": 0.8},
+    }
+    settings = load_settings({"port": "3"}, file, tuned)
+    planner = settings.planner
+    assert (planner.pace, planner.bank, planner.knee_share) == (0.5, 0.25, 0.8)
+    assert (settings.port, settings.max_num_seqs, settings.profile) == (3, 9, "mine")
+    # The values of one profile never stay for the next settings.
+    assert load_settings({}).max_num_seqs == 64
