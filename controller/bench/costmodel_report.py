@@ -61,7 +61,7 @@ def render_notes(rows: Sequence[CostModelNumbers]) -> Iterator[str]:
     yield f"Mean MAPE over the series: {', '.join(means)}."
     left_out = {row.series: row.num_left_out for row in rows if row.num_left_out}
     for series, count in left_out.items():
-        yield f"{series}: {count} steps left out (failed, repeated or moved KV)."
+        yield f"{series}: {count} steps left out that no model should learn from."
     is_any = False
     for row in rows:
         for miss in misses(row):
