@@ -32,6 +32,7 @@ class EventKind(enum.StrEnum):
     RUN_LOST = "run_lost"
     WARM_START = "warm_start"
     MODEL_REFIT = "model_refit"
+    ENGINE_STOPPED = "engine_stopped"
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class TelemetryWriter:
         self._is_batch_repeat = False
         self._is_done = False
         self._is_complete: bool | None = None
+        self._end_reason = "closed"
         self._next_event_no = 0
         self._num_tries_failed_in_a_row = 0
         self._num_failed_tries = 0
@@ -137,12 +138,15 @@ class TelemetryWriter:
             self._last_error,
         )
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Refuse new records, write what is queued, end the run and close the database.
+    def close(self, timeout_s: float = 10.0, *, reason: str = "closed") -> bool:
+        """Refuse new records, write what is queued, end the run with `reason` (at most 32
+        characters) and close the database.
 
         Returns whether everything was written within `timeout_s` seconds; what was not is counted
         as dropped. Harmless when called twice.
         """
+        # Before the close, after which the thread may write the run's end at any moment.
+        self._end_reason = reason
         self._backlog.close()
         if self._thread is None:
             while not self._is_done and self.pump():
@@ -219,7 +223,7 @@ class TelemetryWriter:
         with self._database.begin() as connection:
             insert_records(connection, self._batch, is_repeat=self._is_batch_repeat)
             if is_last:
-                end_run(connection, self.run_id, self._clock.epoch_ms(), "closed")
+                end_run(connection, self.run_id, self._clock.epoch_ms(), self._end_reason)
         self._is_done = is_last
 
     def _fill_batch(self) -> None:

@@ -1,6 +1,7 @@
 """`paceline serve MODEL`: settings, start-up, banner, status line, shutdown.
 
-Owns the life of the server process. Exit codes: 0 after a clean stop, 2 if it cannot start.
+Owns the life of the server process. Exit codes: 0 after a clean stop, 1 if a step had to be left
+behind, 2 if it cannot start.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from controller.runtime.tuned_for import TunedFor
     from controller.runtime.wiring import Runtime
 
+EXIT_HUNG = 1
 EXIT_CANNOT_START = 2
 _STOPPED_LOADING = "stopped while loading"
 _STATUS_INTERVAL_S = 10.0
@@ -82,14 +84,26 @@ def serve(
     # Libraries that draw bars of their own would garble ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
     with contextlib.closing(listener):
-        failure = asyncio.run(_serve(settings, listener, tuned_for))
+        try:
+            failure = asyncio.run(_serve(settings, listener, tuned_for))
+        except _HungError as error:
+            _leave(str(error), EXIT_HUNG)
     if failure == _STOPPED_LOADING:
-        # The loading thread may be anywhere in native code, which the interpreter's end aborts.
-        _say_error(failure)
-        os._exit(EXIT_CANNOT_START)
+        _leave(failure, EXIT_CANNOT_START)
     if failure is not None:
         _fail(failure)
     print("paceline: stopped", flush=True)
+
+
+class _HungError(Exception):
+    """The engine's thread was left behind inside a step."""
+
+
+def _leave(message: str, code: int) -> typing.NoReturn:
+    """Exit at once: a thread is still anywhere in native code, which an orderly end would abort."""
+    _say_error(message)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _say_error(message: str) -> None:
@@ -198,6 +212,8 @@ async def _serve(
         status.cancel()
     finally:
         await asyncio.to_thread(runtime.close)
+    if service.is_hung:
+        raise _HungError(service.failure)
     return None
 
 

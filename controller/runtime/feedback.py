@@ -19,6 +19,8 @@ from engine.request import FinishReason, Request
 from engine.step import AdmissionAction, StepReport, WorkKind
 from store.records import EventKind, EventRecord, Record, RequestRecord, StepRecord
 
+_MAX_MESSAGE_CHARS = 2000
+
 
 class PromiseKeeper:
     """Tells promises of their tokens and verdicts; must be the first listener of a step."""
@@ -136,6 +138,18 @@ class TelemetryFeed:
         for request in requests:
             self._offer(request_record(request, self._run_id, to_epoch_ms))
             self._degraded_ids.discard(request.request_id)
+
+    def tell_failure(self, failure: str) -> None:
+        """Offer an event that says why the engine stopped though nobody asked it to."""
+        self._offer(
+            EventRecord(
+                run_id=self._run_id,
+                at=self._clock.epoch_ms(),
+                event_kind=EventKind.ENGINE_STOPPED,
+                reason=_kind_of(failure),
+                numbers={"message": failure[:_MAX_MESSAGE_CHARS]},
+            )
+        )
 
     def tell_start(
         self, origin: str, problem: str | None, numbers: Mapping[str, float | int | str | None]
@@ -332,10 +346,13 @@ def _events(
                 run_id=run_id,
                 at=at,
                 event_kind=EventKind.REQUEST_FAILURE,
-                reason=(requests[request_id].failure or "unknown")[:200],
+                reason=_kind_of(requests[request_id].failure or "unknown"),
                 request_id=request_id,
                 step_no=report.step_no,
-                numbers={"num_retries": report.num_retries},
+                numbers={
+                    "num_retries": report.num_retries,
+                    "message": (requests[request_id].failure or "unknown")[:_MAX_MESSAGE_CHARS],
+                },
             )
             for request_id in report.finished
             if requests[request_id].finish_reason is FinishReason.ERROR
@@ -346,8 +363,15 @@ def _events(
                 run_id=run_id,
                 at=at,
                 event_kind=EventKind.STEP_FAILURE,
-                reason=report.failure[:200],
+                reason=_kind_of(report.failure),
                 step_no=report.step_no,
+                numbers={"message": report.failure[:_MAX_MESSAGE_CHARS]},
             )
         )
     return events
+
+
+def _kind_of(failure: str) -> str:
+    """Return what failures of a kind have in common: the error's name, or the text without one."""
+    name, colon, _ = failure.partition(":")
+    return name if colon and name.isidentifier() else failure

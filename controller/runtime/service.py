@@ -31,6 +31,8 @@ logger = logging.getLogger("paceline")
 _RETRY_S = 0.05
 # A device that fails this many steps in a row has failed for good.
 _MAX_FAILURES = 5
+# How long a stop waits for the step under way once it has ended everything else.
+_LAST_STEP_S = 30.0
 STOPPED = "the server was stopped"
 
 
@@ -74,7 +76,9 @@ class Service:
         *,
         run_id: str,
         on_abort: Callable[[tuple[Request, ...]], None],
+        on_failure: Callable[[str], None],
         stuck_after_s: float = 120.0,
+        last_step_s: float = _LAST_STEP_S,
     ) -> None:
         self._loop = loop
         self._hub = hub
@@ -84,7 +88,9 @@ class Service:
         self._terms = terms
         self._run_id = run_id
         self._on_abort = on_abort
+        self._on_failure = on_failure
         self._stuck_after_s = stuck_after_s
+        self._last_step_s = last_step_s
         self._numbers = itertools.count(1)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,6 +98,8 @@ class Service:
         self._is_stopping = False
         self._abort_lock = threading.Lock()
         self._fatal: str | None = None
+        self._failure: str | None = None
+        self._is_hung = False
         # Set by the loop's thread once it will not touch the loop again outside `_abort`.
         self._is_over = False
         self._num_failures = 0
@@ -116,6 +124,16 @@ class Service:
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return self._loop.num_unfinished
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped though nobody asked it to, None if it did not."""
+        return self._failure
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the loop's thread was left behind inside a step: what it owns is not ours."""
+        return self._is_hung
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -151,6 +169,8 @@ class Service:
         if self._is_over:
             # The loop's thread is gone: nobody else will end what was just handed in.
             self._abort()
+        elif self._is_hung:
+            self._hub.end_rest(self._fatal or STOPPED)
         self._wake.set()
         return stream
 
@@ -178,22 +198,36 @@ class Service:
         self._wake.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Drain, give running requests `timeout_s` seconds, end the rest with ERROR, join."""
+        """Drain, give running requests `timeout_s` seconds, end the rest with ERROR, join.
+
+        A step that then does not end is left behind with its thread (`is_hung`): a device that
+        never answers must not keep the process.
+        """
         self.drain()
         self._is_stopping = True
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                self._fatal = STOPPED
-                self._wake.set()
-                self._thread.join()
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return
+        self._fatal = self._fatal or STOPPED
+        self._wake.set()
+        self._thread.join(self._last_step_s)
+        if self._thread.is_alive() and not self._is_hung:
+            failure = f"the engine hangs: a step did not end within {self._last_step_s:.0f} s"
+            logger.error("%s after the server was told to stop; it is left behind", failure)
+            self._fatal = failure
+            self._is_hung = True
+            self._hub.end_rest(failure)
+            self._fail(failure)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         self._loop.finish(request_id, reason)
         self._wake.set()
 
     def _run(self) -> None:
+        failure: str | None = None
         try:
             while True:
                 # Cleared before the flags are read: whoever sets one wakes the thread afterwards.
@@ -213,12 +247,24 @@ class Service:
                     self._num_failures += 1
         except Exception as error:
             logger.exception("the engine stopped")
-            self._fatal = f"{type(error).__name__}: {error}"
+            self._fatal = failure = f"{type(error).__name__}: {error}"
         if self._fatal is None:
             # Whoever slips in after the last look must get an ending too.
             self._fatal = STOPPED
         self._is_over = True
         self._abort()
+        if failure is not None:
+            self._fail(failure)
+
+    def _fail(self, failure: str) -> None:
+        """Remember and tell, once, that the engine has failed for good."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        try:
+            self._on_failure(failure)
+        except Exception:
+            logger.exception("the engine's failure could not be recorded")
 
     def _abort(self) -> None:
         """End whatever is left after a fatal error; any thread, as the loop's is gone by then."""

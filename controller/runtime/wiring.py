@@ -80,9 +80,10 @@ class Runtime:
         """Drain and stop the loop, then flush telemetry; the database is closed last."""
         self.service.stop(self.settings.drain_timeout_s)
         self.refitter.close()
-        # The loop's thread has ended: nobody else touches the model now.
-        self.keeper.save()
-        self.writer.close()
+        if not self.service.is_hung:
+            # The loop's thread has ended: nobody else touches the model now.
+            self.keeper.save()
+        self.writer.close(reason="engine_stopped" if self.service.failure else "closed")
         self.reader.close()
 
 
@@ -185,6 +186,7 @@ def build_runtime(
         PromiseTerms(settings.slo_classes, settings.default_slo_class),
         run_id=run.run_id,
         on_abort=record_endings,
+        on_failure=feed.tell_failure,
         stuck_after_s=settings.stuck_after_s,
     )
     writer.start()

@@ -154,6 +154,7 @@ def running_service() -> Iterator[Rig]:
         ),
         run_id="run",
         on_abort=feed.record_endings,
+        on_failure=feed.tell_failure,
     )
     service.start()
     yield Rig(service, runner, clock, pool, planner, tally, lengths, model, records)

@@ -188,6 +188,59 @@ main()
 """
 
 
+# A device that takes a step and never answers.
+HANGS = """
+import threading
+from controller.runtime import service, wiring
+from controller.cli.main import main
+build = wiring.build_runtime
+def build_runtime(settings, progress, *owner):
+    runtime = build(settings, progress, *owner)
+    def execute(plan, requests):
+        print("inside", flush=True)
+        threading.Event().wait()
+    runtime.engine.runner.execute = execute
+    runtime.service._last_step_s = 0.0
+    return runtime
+wiring.build_runtime = build_runtime
+main()
+"""
+
+
+@pytest.mark.device
+def test_a_server_whose_device_hangs_ends_with_its_own_exit_code(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    database = f"sqlite:///{tmp_path / 'p.db'}"
+    server = subprocess.Popen(
+        [sys.executable, "-c", HANGS, "serve", str(model_folder), "--port", "0", "--no-warmup",
+         "--db", database, "--kv-cache-memory-bytes", "1000000", "--drain-timeout-s", "0.1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        lines = iter(server.stdout)
+        url = next(line.split()[1] for line in lines if line.split()[:1] == ["API"])
+        body = b'{"prompt": "w1", "stream": true}'
+        host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            assert "inside\n" in lines
+            server.send_signal(signal.SIGTERM)
+            err = server.communicate(timeout=60)[1]
+    finally:
+        server.kill()
+    assert server.returncode == 1
+    failure = "the engine hangs: a step did not end within 0 s"
+    assert err.splitlines()[-1] == f"paceline: error: {failure}"
+    shown = CliRunner().invoke(app, ["telemetry", "events", "--db", database, "--json"])
+    last = json.loads(shown.output)[-1]
+    assert (last["kind"], last["numbers"]["message"]) == ("engine_stopped", failure)
+
+
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", NEVER_LOADED, "serve", "demo", "--port", "0"],

@@ -26,6 +26,7 @@ from engine.step import (
     WorkKind,
 )
 from store.records import EventRecord, RequestRecord, StepRecord
+from store.rows import event_row
 from tests.controller.service_rig import Spy
 
 NUM_PROMPT = 100
@@ -133,7 +134,8 @@ def test_a_request_that_fails_alone_is_told_and_its_neighbour_is_not() -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (16, 0)
     assert isinstance(event, EventRecord)
     assert (event.event_kind, event.request_id) == ("request_failure", "a")
-    assert (event.reason, event.numbers) == ("RuntimeError: bad row", {"num_retries": 2})
+    assert event.reason == "RuntimeError"
+    assert event.numbers == {"num_retries": 2, "message": "RuntimeError: bad row"}
 
 
 def test_a_step_that_fails_as_a_whole_is_one_event() -> None:
@@ -143,6 +145,28 @@ def test_a_step_that_fails_as_a_whole_is_one_event() -> None:
     )
     events = [record for record in records if isinstance(record, EventRecord)]
     assert [event.event_kind for event in events] == ["step_failure"]
+
+
+OUT_OF_MEMORY = (
+    "StepMemoryError: out of memory on cpu: a step of 8 tokens of 2 requests asked for 1.5 GiB with"
+    " 3 MiB free; lower --max-num-batched-tokens, --max-num-seqs or --kv-cache-memory-bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [(OUT_OF_MEMORY, "StepMemoryError"), ("the logits: not finite", "the logits: not finite")],
+)
+def test_a_failure_keeps_its_numbers_beside_a_reason_that_can_be_counted(
+    failure: str, reason: str
+) -> None:
+    whole = report(chunk("a", 4), is_executed=False, failure=failure, finished=("a",))
+    alone = report(chunk("a", 4), is_executed=False, num_retries=1, finished=("a",))
+    for made in (whole, alone):
+        event = told(made, ended("a", FinishReason.ERROR, failure))[-1]
+        row = event_row(event, 1)
+        assert row["reason"] == reason
+        assert row["numbers"]["message"] == failure
 
 
 @pytest.mark.parametrize("method", list(PreemptionMethod))

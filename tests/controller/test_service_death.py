@@ -20,7 +20,8 @@ from controller.runtime.wiring import build_runtime
 from engine.ports import DeviceLostError, EngineView
 from engine.request import FinishReason, Request
 from engine.step import StepPlan
-from store.records import RequestRecord
+from store.queries import TelemetryReader
+from store.records import EventKind, EventRecord, RequestRecord
 from tests.controller.service_double import ByteTokenizer, Wire, call, run_async, sse
 from tests.controller.service_rig import Rig, collect, running_service, until
 from tests.controller.test_api_engine import save_tiny_model
@@ -76,6 +77,9 @@ def test_a_lost_device_ends_everybody_running_waiting_and_new(rig: Rig, where: s
     rig.service.stop(10.0)
     rows = [record for record in rig.records if isinstance(record, RequestRecord)]
     assert len(rows) == len({row.request_id for row in rows}) == len(ends)
+    (event,) = [record for record in rig.records if isinstance(record, EventRecord)]
+    assert (event.event_kind, event.reason) == ("engine_stopped", "DeviceLostError")
+    assert event.numbers == {"message": "DeviceLostError: the context is gone"}
     assert rig.pool.num_used == 0
     answer = call(app_of(rig), "GET", "/health")
     assert answer.status_code == 503
@@ -220,8 +224,43 @@ def test_a_submission_while_a_stop_waits_for_a_step_does_not_touch_the_loop(rig:
     assert [end.failure for end in ends] == ["the server was stopped"] * 2
 
 
+def test_a_step_that_never_ends_is_left_behind(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.service._last_step_s = 0.0
+
+    async def scenario() -> list[Any]:
+        rig.runner.gate.clear()
+        first = rig.service.submit(rig.ask(max_tokens=100))
+        await asyncio.to_thread(rig.runner.is_inside.wait, 30)
+        # The gate stays closed: this returns although the step has not ended, and so do readers.
+        await asyncio.to_thread(rig.service.stop, 0.0)
+        assert not rig.runner.gate.is_set()
+        late = rig.service.submit(rig.ask())
+        return [(await collect(stream))[-1] for stream in (first, late)]
+
+    ends = asyncio.run(scenario())
+    failure = "the engine hangs: a step did not end within 0 s"
+    assert [(end.reason, end.failure) for end in ends] == [(FinishReason.ERROR, failure)] * 2
+    assert rig.service.is_hung
+    assert rig.service.failure == failure
+    assert failure in rig.service.health().reason
+    assert f"{failure} after the server was told to stop" in caplog.text
+    # A step that ends after all finds nobody to tell, and tells nothing twice.
+    rig.runner.gate.set()
+    rig.service.stop(10.0)
+    events = [record for record in rig.records if isinstance(record, EventRecord)]
+    assert [event.numbers for event in events] == [{"message": failure}]
+    assert rig.pool.num_used == 0
+
+
+def test_a_stop_that_was_asked_for_is_no_failure(rig: Rig) -> None:
+    rig.service.stop(10.0)
+    assert rig.service.failure is None
+    assert not rig.service.is_hung
+    assert rig.records == []
+
+
 @pytest.mark.device
-def test_metrics_tell_of_everybody_that_the_end_took(
+def test_metrics_and_telemetry_tell_of_everybody_that_the_end_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path)
@@ -249,3 +288,9 @@ def test_metrics_tell_of_everybody_that_the_end_took(
     assert value("vllm:num_requests_running", labels) == 0
     assert value("vllm:kv_cache_usage_perc", labels) == 0
     assert value("vllm:request_success_total", labels | {"finished_reason": "error"}) == 1
+    reader = TelemetryReader.open(settings.db)
+    (run,) = reader.runs()
+    assert run["end_reason"] == "engine_stopped"
+    (event,) = reader.events(kind=EventKind.ENGINE_STOPPED).rows
+    assert event["numbers"] == {"message": "DeviceLostError: the context is gone"}
+    reader.close()

@@ -33,7 +33,7 @@ def test_everything_offered_is_written_and_counted(url: str, writer: TelemetryWr
     assert writer.close()
     counts = count_rows(url)
     written = {"run": 1, "step": 4, "step_work": 5, "request": 1, "event": 1}
-    assert counts == {**written, "model_snapshot": 0}
+    assert counts == {"model_snapshot": 0, "profile": 0, "tune_trial": 0, **written}
     stats = writer.stats()
     assert is_balanced(stats)
     assert stats.num_rows_queued == 0
@@ -77,17 +77,18 @@ def test_a_step_larger_than_a_batch_is_still_one_transaction(
     assert (count_rows(url)["step"], count_rows(url)["step_work"]) == (1, 30)
 
 
+@pytest.mark.parametrize("reason", ["closed", "engine_stopped"])
 def test_run_row_has_its_secrets_masked_and_gets_an_end(
-    url: str, writer: TelemetryWriter, clock: VirtualClock
+    url: str, writer: TelemetryWriter, clock: VirtualClock, reason: str
 ) -> None:
     writer.pump()
     clock.advance(7)
-    writer.close()
+    writer.close(reason=reason)
     reader = TelemetryReader.open(url)
     (run,) = reader.runs()
     reader.close()
     assert run["settings"] == {"max_tokens": 8, "api_key": "***"}
-    assert (run["ended_at"], run["end_reason"]) == (RUN_AT + 7000, "closed")
+    assert (run["ended_at"], run["end_reason"]) == (RUN_AT + 7000, reason)
 
 
 def test_a_full_queue_drops_the_newest_and_tells_of_it(url: str, writer: TelemetryWriter) -> None:
