@@ -21,6 +21,7 @@ from controller.policy.facts import (
     RunningTable,
     class_name,
 )
+from controller.policy.foresight import Newcomer, foresee_starts
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.on_time import Outlook
@@ -36,6 +37,7 @@ from engine.request import RequestPhase
 MAX_PREEMPTIONS = 3
 # Newcomers whose start is foreseen one by one.
 _FORESEEN = 32
+_MIDDLE = np.full(_FORESEEN, 0.5)
 
 
 def split_running(
@@ -181,11 +183,10 @@ class Intake:
         """Predict how long each of the requests at `places` of the queue, served in that order,
         waits for a seat, blocks and a pace, in seconds.
 
-        None if nobody has to. A running request is expected to end after as many tokens as is
-        typical for its class, one per step of `step_s` seconds (one block more if it is beyond
-        that), and to leave its seat and expected blocks to the next in order; so is one that
-        starts. The first `_FORESEEN` are followed one by one; beyond them seats are taken to come
-        free at the same rate.
+        None if nobody has to. A running request is expected to end after as many tokens as others
+        of its class had left at that point, one per step of `step_s` seconds, and to leave its seat
+        and expected blocks to the next in order; so is one that starts. The first `_FORESEEN` are
+        followed one by one; beyond them seats are taken to come free at the same rate.
         """
         running = self._running
         newcomers = places[queue.index[places] >= len(running) - running.num_decodes]
@@ -197,69 +198,86 @@ class Intake:
         needed = blocks.copy()
         for k in queue.past[newcomers].nonzero()[0].tolist():
             needed[k] -= self._ledger.shared(queue.at(int(newcomers[k])))
-        headroom, seats, room = float(self._count_headroom()), self._seats, self._room
+        headroom, room = float(self._count_headroom()), self._room
         targets_s = self._pace * facts[TPOT_S]
         if (
-            newcomers.size <= seats
+            newcomers.size <= self._seats
             and needed.sum() <= headroom
             and (room is None or room.can_all_join(targets_s))
         ):
             return None
-        ends = self._ends()
-        typical = self._names.each(self._lengths.typical, facts)
-        steps = np.maximum(np.minimum(facts[MAX_TOKENS], typical) - num_output, 1.0)
-        room = None if room is None else room.copy()
-        now, starts = 0.0, []
-        for need, size, length, target_s in zip(
-            needed[:_FORESEEN].tolist(),
-            blocks.tolist(),
-            steps.tolist(),
-            targets_s.tolist(),
-            strict=False,
-        ):
-            has_pace = room is None or room.join(target_s)
-            while ends and (seats < 1 or need > headroom or not has_pace):
-                end, freed = heapq.heappop(ends)
-                now = max(now, end)
-                seats += 1
-                headroom += freed
-                if room is not None:
-                    room.leave()
-                    has_pace = has_pace or room.join(target_s)
-            starts.append(now)
-            seats -= 1
-            headroom -= need
-            heapq.heappush(ends, (now + length, size))
+        near = slice(0, _FORESEEN)
+        columns = (
+            needed[near].tolist(),
+            blocks[near].tolist(),
+            self._steps_left(facts[:, near], num_output[near], _MIDDLE[: len(blocks)]).tolist(),
+            targets_s[near].tolist(),
+            queue.is_started[newcomers[near]].tolist(),
+        )
+        starts = foresee_starts(
+            list(map(Newcomer, *columns)),
+            self._ends(),
+            self._seats,
+            headroom,
+            None if room is None else room.copy(),
+        )
         delays_s = np.zeros(len(queue))
-        delays_s[newcomers[: len(starts)]] = starts
+        delays_s[newcomers[near]] = starts
         num_beyond = newcomers.size - len(starts)
         if num_beyond:
             half = len(starts) // 2
-            pace = (starts[-1] - starts[half]) / (len(starts) - 1 - half)
-            delays_s[newcomers[len(starts) :]] = starts[-1] + pace * np.arange(1, num_beyond + 1)
+            pace = (max(starts) - max(starts[: half + 1])) / (len(starts) - 1 - half)
+            beyond = max(starts) + pace * np.arange(1, num_beyond + 1)
+            delays_s[newcomers[_FORESEEN:]] = beyond
         return delays_s[places] * step_s
 
-    def _steps_left(self) -> FloatArray:
-        """Tokens that every running request is expected to emit yet."""
+    def feed_tokens(self, queue: PrefillQueue) -> float:
+        """Prompt tokens per step that keep the engine as full as it is: as many prompts start as
+        answers end.
+        """
+        typical = self._names.each(self._lengths.typical, queue.facts)
+        return len(self._running) * float(queue.remaining.mean() / typical.mean())
+
+    def _steps_left(
+        self, facts: FloatArray, num_output: FloatArray, share: FloatArray
+    ) -> FloatArray:
+        """Tokens that each of the requests is expected to emit yet, at a quantile of what answers
+        of its class had left.
+        """
+        left = self._names.each_of(self._lengths.remaining, facts, num_output, share)
+        left = np.minimum(left, facts[MAX_TOKENS] - num_output)
+        return np.where(left >= 1.0, left, float(self._view.block_size))
+
+    def _running_steps_left(self) -> FloatArray:
+        """Tokens that each of the running requests is expected to emit yet.
+
+        The first of n similar answers ends long before the average one: those who run are spread
+        over the quantiles, in the order of their medians.
+        """
         running = self._running
-        typical = self._names.each(self._lengths.typical, running.facts)
-        left = np.minimum(running.facts[MAX_TOKENS], typical) - running.num_output
-        return np.where(left > 0.0, left, self._view.block_size)
+        num = len(running)
+        middle = np.full(num, 0.5)
+        medians = self._steps_left(running.facts, running.num_output, middle)
+        share = np.empty(num)
+        share[medians.argsort(kind="stable")] = (np.arange(num) + 0.5) / max(1, num)
+        return self._steps_left(running.facts, running.num_output, share)
 
     def _ends(self) -> list[tuple[float, float]]:
         """Steps left and expected blocks of everybody running, as a heap."""
         running = self._running
         blocks = self._expected_blocks(running.facts, running.num_output)
-        ends = list(zip(self._steps_left().tolist(), blocks.tolist(), strict=True))
+        steps = self._running_steps_left()
+        ends = list(zip(steps.tolist(), blocks.tolist(), strict=True))
         heapq.heapify(ends)
         return ends
 
     def outlook(self, pacing: Pacing, relief_s: float, step_s: float) -> Outlook:
         """Predict how the running decodes end, at `step_s` seconds a token."""
-        num = self._running.num_decodes
-        steps = self._steps_left()[:num]
+        running, num = self._running, self._running.num_decodes
+        facts = running.facts[:, :num]
+        steps = self._running_steps_left()[:num]
         order = steps.argsort(kind="stable")
-        facts = self._running.facts[:, order]
+        facts = facts[:, order]
         period_s = self._pace * np.minimum(facts[TPOT_S], pacing.gap_limit_s)
         # Who runs slower than promised already claims what it gets.
         period_s = np.maximum(period_s, pacing.period_s)

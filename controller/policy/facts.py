@@ -79,6 +79,20 @@ class ClassNames:
         picked: FloatArray = numbers[facts[CLASS].astype(np.intp)]
         return picked
 
+    def each_of(
+        self,
+        numbers_of: Callable[..., FloatArray],
+        facts: FloatArray,
+        *values: FloatArray,
+    ) -> FloatArray:
+        """Return `numbers_of(class, *values)` for every column of `facts`, shape (n,)."""
+        numbers = np.empty(facts.shape[1])
+        for name, index in self._index.items():
+            is_member = facts[CLASS] == index
+            if is_member.any():
+                numbers[is_member] = numbers_of(name, *(value[is_member] for value in values))
+        return numbers
+
 
 class FactReader:
     """Reads facts of a list of requests, those of the last list from memory."""
@@ -153,7 +167,7 @@ class RunningTable:
     `load` is what the decodes cost a step.
     """
 
-    __slots__ = ("_held", "facts", "load", "num_computed", "num_decodes", "num_output", "requests")
+    __slots__ = ("facts", "load", "num_computed", "num_decodes", "num_output", "requests")
 
     def __init__(
         self, requests: Sequence[RequestView], num_decodes: int, facts: FloatArray
@@ -171,7 +185,6 @@ class RunningTable:
         self.load = DecodeLoad(
             num_decodes, int(self.num_computed[:num_decodes].sum()) + num_decodes
         )
-        self._held: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -185,8 +198,4 @@ class RunningTable:
     @property
     def num_held(self) -> FloatArray:
         """Blocks in each table."""
-        if self._held is None:
-            self._held = np.array(
-                [len(request.block_table) for request in self.requests], dtype=np.float64
-            )
-        return self._held
+        return np.array([len(request.block_table) for request in self.requests], dtype=np.float64)

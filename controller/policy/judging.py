@@ -38,6 +38,7 @@ from controller.policy.on_time import (
     Outlook,
     drain_s,
     late_set,
+    late_starters,
     predict_alone,
     predict_decode_alone,
 )
@@ -127,23 +128,28 @@ def judge_queue(
     work_s, done_s = _drained(
         queue, decodes, pacing, curve, intake, quota_rate, left_s, config, is_told=bool(new)
     )
-    work_left_s = left_s - (done_s - work_s.cumsum())
-    is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
-    # hold little but decodes, since it is just the prompts that cannot come in.
-    kept = np.flatnonzero(~is_late)
-    delays_s = intake.start_delays_s(queue, kept, pacing.decode_s)
-    if delays_s is not None:
-        started_s = delays_s + work_s[kept]
-        done_s[kept] = np.maximum(done_s[kept], started_s)
-        is_late[kept] = started_s > left_s[kept]
+    # hold decodes and what replaces those who end. Who is lost whatever happens waits for nothing.
+    possible = np.flatnonzero(work_s <= left_s)
+    fed_s = float(np.interp(intake.feed_tokens(queue), curve.tokens, curve.mean_s))
+    step_s = max(pacing.decode_s, min(fed_s, pacing.period_s))
+    delays_s = intake.start_delays_s(queue, possible, step_s)
+    if delays_s is None:
+        work_left_s = left_s - (done_s - work_s.cumsum())
+        is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
+        # Whoever is dropped makes nobody wait.
+        done_s -= np.where(is_late, work_s, 0.0).cumsum()
+    else:
+        is_late = late_starters(queue, possible, delays_s, work_s, done_s, left_s, config)
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
     verdicts = _on_pace([wanting[i] for i in new], cost_model, tolerance)
     if is_late.any():
-        # Those that are dropped come after everybody who is kept.
-        last_s = np.maximum(done_s, work_s[~is_late].sum() + work_s)
-        done_s = np.where(is_late, last_s, done_s)
+        # Those that are dropped come after everybody who is kept, if they are not refused.
+        is_queued = is_late & (queue.facts_at(np.arange(len(queue)))[IS_QUEUED] > 0.0)
+        behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
+        kept_s = float(done_s[~is_late].max(initial=0.0))
+        done_s = np.where(is_late, kept_s + behind_s, done_s)
     ttft_s = now + done_s - queue.arrived_at
     if is_late.any():
         is_idle = not view.running and not view.preempted and len(queue) == 1

@@ -10,6 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
 
 class OutputLengths:
     """A quantile of recent output lengths per class, in tokens.
@@ -33,6 +38,7 @@ class OutputLengths:
         # The planner asks at every step, an answer ends rarely: the sort belongs to `observe`.
         self._expected: dict[str, int] = {}
         self._typical: dict[str, int] = {}
+        self._ranked: dict[str, FloatArray] = {}
 
     def observe(self, class_name: str, num_tokens: int) -> None:
         """Remember that an answer of the class ended after `num_tokens` output tokens (those below
@@ -45,6 +51,7 @@ class OutputLengths:
         ranked = sorted(recent)
         self._expected[class_name] = ranked[math.ceil(self._quantile * len(ranked)) - 1]
         self._typical[class_name] = ranked[(len(ranked) - 1) // 2]
+        self._ranked[class_name] = np.array(ranked, dtype=np.float64)
 
     def expected(self, class_name: str) -> int:
         """Return the quantile of recent output lengths of the class in tokens, the default where
@@ -57,3 +64,17 @@ class OutputLengths:
         none is known.
         """
         return self._typical.get(class_name, (self._default + 1) // 2)
+
+    def remaining(self, class_name: str, num_output: FloatArray, share: FloatArray) -> FloatArray:
+        """Return how many tokens more answers of the class had after `num_output` (n,) of them, as
+        the `share` quantile, in [0, 1), of those that were longer; 0 where none was.
+
+        Long answers are those that stay: what is left is not what is typical less what is done.
+        """
+        ranked = self._ranked.get(class_name)
+        if ranked is None:
+            return np.maximum(self.typical(class_name) - num_output, 0.0)
+        first = ranked.searchsorted(num_output, side="right")
+        place = first + (share * (ranked.size - first)).astype(np.intp)
+        left: FloatArray = ranked[np.minimum(place, ranked.size - 1)] - num_output
+        return np.maximum(left, 0.0)

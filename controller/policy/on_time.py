@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controller.policy.budget import LatencyCurve, made_safe
+from controller.policy.facts import IntArray
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -138,6 +139,39 @@ def late_set(
                 break
     is_dropped[rest[dropped]] = True
     return is_dropped
+
+
+def late_starters(
+    queue: PrefillQueue,
+    possible: IntArray,
+    delays_s: FloatArray,
+    work_s: FloatArray,
+    done_s: FloatArray,
+    time_left_s: FloatArray,
+    config: PolicyConfig,
+) -> BoolArray:
+    """Choose whom not to serve in time where some can only start later (`delays_s`, for the places
+    `possible`; the others are lost).
+
+    Prompts are then computed in the order of their starts: whoever waits for blocks keeps nobody
+    waiting who has them. `done_s` (n,) is changed to when each of the possible ones is done.
+    """
+    is_late = np.ones(work_s.size, dtype=np.bool_)
+    by_start = delays_s.argsort(kind="stable")
+    order, start_s = possible[by_start], delays_s[by_start]
+    work, left_s = work_s[order], time_left_s[order]
+    busy_s = work.cumsum()
+    # One after another, each from its start on; and as much later as the rate's changes make it.
+    idle_s = np.maximum.accumulate(start_s - (busy_s - work))
+    shift_s = np.maximum((done_s - work_s.cumsum())[order], 0.0)
+    end_s = busy_s + np.maximum(idle_s, 0.0) + shift_s
+    # Too late even if nobody else were served: nobody is dropped for its sake.
+    alone_s = start_s + work
+    work_left_s = np.where(alone_s > left_s, -1.0, left_s - (end_s - busy_s))
+    dropped = late_set(work, work_left_s, queue.weight[order], queue.is_started[order], config)
+    done_s[order] = np.maximum(end_s - np.where(dropped, work, 0.0).cumsum(), alone_s)
+    is_late[order] = dropped
+    return is_late
 
 
 def predict_alone(cost_model: CostModel, num_prompt: FloatArray, most_tokens: int) -> FloatArray:

@@ -152,6 +152,11 @@ class PrefillQueue:
         request: RequestView = self._requests[int(self.index[position])]
         return request
 
+    @property
+    def facts(self) -> FloatArray:
+        """Facts of everybody in the list that the queue was read from, in the list's order."""
+        return self._facts
+
     def facts_at(self, places: IntArray) -> FloatArray:
         """Return the facts of the requests at those places, shape (NUM_FACTS, k)."""
         return self._facts[:, self.index[places]]

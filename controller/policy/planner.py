@@ -333,7 +333,7 @@ class SloPlanner:
             # Nothing fits. Without streams to protect a block is computed all the same; with
             # streams only who is due by age gets one, in its turn.
             if decodes.num_requests > 0 and not seated.is_turn:
-                return Budget(0, lower, 0, "gap_limit" if pacing.is_gap_limited else "decode_slack")
+                return self._held_by_streams(lower, pacing)
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
         backlog = int(judged.queue.remaining.sum())

@@ -1,0 +1,72 @@
+"""Who starts when: seats, blocks and paces as they are expected to come free.
+
+Owns that one simulation, in steps of the engine. Must not know a request or a clock, or spend
+anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from controller.policy.streams import StreamRoom
+
+
+class Newcomer(NamedTuple):
+    """Somebody who wants to start: free blocks that it takes, blocks that it gives back at its end,
+    steps until then, its paced promise in seconds (+inf without).
+
+    `holds_back` says that nobody behind it starts before it.
+    """
+
+    needed: float
+    blocks: float
+    num_steps: float
+    target_s: float
+    holds_back: bool
+
+
+def foresee_starts(
+    newcomers: Sequence[Newcomer],
+    ends: list[tuple[float, float]],
+    seats: int,
+    headroom: float,
+    room: StreamRoom | None,
+) -> list[float]:
+    """Return after how many steps each of the newcomers, in serving order, starts.
+
+    `ends` is a heap of (steps left, blocks) of those who run; it is used up. Whoever does not fit
+    lets smaller ones by, as a step's plan does. What nobody's end makes possible starts with the
+    last.
+    """
+    starts = [0.0] * len(newcomers)
+    pending = list(range(len(newcomers)))
+    now = 0.0
+    while pending:
+        blocked: list[int] = []
+        least = min(newcomers[k].needed for k in pending)
+        for position, k in enumerate(pending):
+            who = newcomers[k]
+            if seats < 1 or least > headroom or (blocked and newcomers[blocked[-1]].holds_back):
+                blocked.extend(pending[position:])
+                break
+            if who.needed > headroom or not (room is None or room.join(who.target_s)):
+                blocked.append(k)
+                continue
+            starts[k] = now
+            seats -= 1
+            headroom -= who.needed
+            heapq.heappush(ends, (now + who.num_steps, who.blocks))
+        pending = blocked
+        if not ends:
+            break
+        # Whoever ends makes room; nobody looks before it can suffice.
+        now, freed = heapq.heappop(ends)
+        seats += 1
+        headroom += freed
+        if room is not None:
+            room.leave()
+    for k in pending:
+        starts[k] = now
+    return starts
