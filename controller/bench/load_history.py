@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from controller.config import Settings
-from controller.simulation.hardware import HardwareProfile
+from controller.simulation.hardware import HardwareProfile, Slowdown
 from costmodel.features import StepFeatures
 from costmodel.prior import fit_prior
 from engine.config import EngineConfig
@@ -24,6 +24,10 @@ from store.queries import TelemetryReader
 MIN_STEPS: Final = 100
 """Fewer steps do not tell what a machine costs."""
 
+SPEED_WINDOW_S: Final = 2.0
+"""Seconds over which a machine's speed is taken for one."""
+
+_MIN_WINDOW_STEPS: Final = 4
 _PAGE: Final = 10_000
 _MAX_NOISE: Final = 0.3
 _CPU_BLOCK_SIZE: Final = 16
@@ -140,6 +144,32 @@ def fit_machine(steps: Iterable[RecordedStep], name: str = "measured") -> Hardwa
     noise = min(_MAX_NOISE, float(np.log(seconds / (scale * predicted)).std()))
     planes = tuple(tuple(scale * each for each in plane) for plane in rough.planes)
     return HardwareProfile(name, planes, noise, source=f"fitted to {len(samples)} recorded steps")
+
+
+def machine_over_time(
+    machine: HardwareProfile, steps: Iterable[RecordedStep], started_ms: int
+) -> HardwareProfile:
+    """Return `machine` with the speed that it had in each `SPEED_WINDOW_S` seconds of a run.
+
+    A neighbour on the same cores slows many steps in a row, which independent noise cannot show.
+    The windows count from `started_ms` (epoch milliseconds), as virtual time does; one with fewer
+    than `_MIN_WINDOW_STEPS` steps keeps the machine's own speed. What is left is the noise.
+    """
+    windows: dict[int, list[tuple[float, float]]] = {}
+    for step in steps:
+        window = int((step.at_ms - started_ms) / 1e3 // SPEED_WINDOW_S)
+        windows.setdefault(window, []).append((step.duration_s, machine.seconds(step.features)))
+    slowdowns: list[Slowdown] = []
+    rests: list[float] = []
+    for window, pairs in sorted(windows.items()):
+        factor = 1.0
+        if window >= 0 and len(pairs) >= _MIN_WINDOW_STEPS:
+            factor = sum(real for real, _ in pairs) / sum(mean for _, mean in pairs)
+            start_s = window * SPEED_WINDOW_S
+            slowdowns.append(Slowdown(start_s, start_s + SPEED_WINDOW_S, factor))
+        rests += [math.log(real / (factor * mean)) for real, mean in pairs]
+    noise = min(_MAX_NOISE, float(np.std(rests))) if rests else machine.noise
+    return replace(machine, slowdowns=tuple(slowdowns), noise=noise)
 
 
 def _settings(document: Mapping[str, Any]) -> Settings:

@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from controller.bench.load_history import ReplayError, ServerHistory, fit_machine
+from controller.bench.load_history import (
+    ReplayError,
+    ServerHistory,
+    fit_machine,
+    machine_over_time,
+)
 from controller.bench.load_measures import EVERYBODY, Outcome
 from controller.bench.load_rounds import LoadResult, LoadSession
 from controller.policy.policies import make_planner
@@ -30,8 +35,9 @@ class Agreement:
     """One class (or all) of one policy at one rate: attainment, pooled over the rounds.
 
     `real` is what the client saw, `recorded` what the server's own telemetry says (None where it
-    holds no such request), `simulated` what the simulator makes of the same arrivals: shares of
-    offered requests.
+    holds no such request), `simulated` what the simulator makes of the same arrivals on a machine
+    of steady speed, `simulated_over_time` on one as fast as the real one was at each time: shares
+    of offered requests.
     """
 
     key: str
@@ -42,6 +48,7 @@ class Agreement:
     real: float
     recorded: float | None
     simulated: float
+    simulated_over_time: float
 
     @property
     def points(self) -> float:
@@ -129,10 +136,11 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A real run and its simulation."""
+    """A real run and its simulations."""
 
     result: LoadResult
     kept: Mapping[int, bool]
+    kept_over_time: Mapping[int, bool]
     recorded: tuple[tuple[str, bool], ...]
     real_steps: tuple[tuple[Regime, float], ...]
     simulated_steps: tuple[tuple[Regime, float], ...]
@@ -141,30 +149,34 @@ class _Pair:
 def _simulated(
     session: LoadSession, result: LoadResult, history: ServerHistory, machine: HardwareProfile
 ) -> _Pair:
-    watched = _WatchedPlanners(history.policy, machine)
     workload = session.terms.workload(result.round_no, result.rate)
-    simulation = simulate(
-        workload,
-        watched.make,
-        machine,
-        SimulationConfig(
-            engine=history.engine,
-            classes=tuple(session.calibration.classes(session.terms.traffic.classes).values()),
-            seed=session.terms.seed + result.round_no,
-            planner=history.settings.planner,
-            max_tokens=None,
-        ),
-        policy_name=result.key,
+    config = SimulationConfig(
+        engine=history.engine,
+        classes=tuple(session.calibration.classes(session.terms.traffic.classes).values()),
+        seed=session.terms.seed + result.round_no,
+        planner=history.settings.planner,
+        max_tokens=None,
     )
     # Whoever would have been cut off in the real run has not been served here either.
     cut_at = workload.duration_s + session.terms.drain_s
+
+    def kept_on(hardware: HardwareProfile, watched: _WatchedPlanners) -> dict[int, bool]:
+        simulation = simulate(workload, watched.make, hardware, config, policy_name=result.key)
+        return {
+            each.index: each.is_kept and each.ended_at <= cut_at for each in simulation.requests
+        }
+
     span = range(result.started_ms, result.ended_ms + 1)
+    steps = [step for step in history.steps if step.at_ms in span]
+    steady = _WatchedPlanners(history.policy, machine)
+    timed = machine_over_time(machine, steps, result.started_ms)
     return _Pair(
         result,
-        {each.index: each.is_kept and each.ended_at <= cut_at for each in simulation.requests},
+        kept_on(machine, steady),
+        kept_on(timed, _WatchedPlanners(history.policy, timed)),
         tuple((name, is_kept) for at, name, is_kept in history.verdicts if at in span),
-        tuple((s.features.regime, s.duration_s) for s in history.steps if s.at_ms in span),
-        tuple(watched.steps),
+        tuple((step.features.regime, step.duration_s) for step in steps),
+        tuple(steady.steps),
     )
 
 
@@ -211,8 +223,8 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
         def is_of(slo_class: str, name: str = name) -> bool:
             return name in (EVERYBODY, slo_class)
 
-        real: list[tuple[Outcome, bool]] = [
-            (each, pair.kept[each.index])
+        real: list[tuple[Outcome, bool, bool]] = [
+            (each, pair.kept[each.index], pair.kept_over_time[each.index])
             for pair in pairs
             for each in pair.result.outcomes
             if is_of(each.slo_class)
@@ -225,9 +237,10 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
                 rate=first.rate,
                 slo_class=name,
                 num_offered=len(real),
-                real=sum(each.is_kept for each, _ in real) / len(real),
+                real=sum(each.is_kept for each, *_ in real) / len(real),
                 recorded=sum(recorded) / len(recorded) if recorded else None,
-                simulated=sum(kept for _, kept in real) / len(real),
+                simulated=sum(steady for _, steady, _ in real) / len(real),
+                simulated_over_time=sum(timed for *_, timed in real) / len(real),
             )
         )
     return found

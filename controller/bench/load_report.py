@@ -116,7 +116,15 @@ def render_agreement(replayed: Replayed) -> Table:
     table.add_column("offered/s", justify="right")
     table.add_column("policy", no_wrap=True)
     table.add_column("class", no_wrap=True)
-    for heading in ("offered", "real, %", "server's records, %", "simulated, %", "points", ""):
+    for heading in (
+        "offered",
+        "real, %",
+        "server's records, %",
+        "simulated, %",
+        "at its speeds, %",
+        "points",
+        "",
+    ):
         table.add_column(heading, justify="right")
     for each in replayed.agreements:
         table.add_row(
@@ -127,6 +135,7 @@ def render_agreement(replayed: Replayed) -> Table:
             f"{100 * each.real:.1f}",
             NOTHING if each.recorded is None else f"{100 * each.recorded:.1f}",
             f"{100 * each.simulated:.1f}",
+            f"{100 * each.simulated_over_time:.1f}",
             f"{each.points:+.1f}",
             "agrees" if each.is_close else f"MISS by {each.num_apart} of {each.num_offered}",
         )

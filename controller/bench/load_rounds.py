@@ -23,7 +23,7 @@ from controller.bench.load_run import (
     run_load,
 )
 from controller.bench.load_traffic import LoadTraffic, requests_of
-from controller.bench.load_validity import check_machine, load_violations
+from controller.bench.load_validity import MAX_STEP_RATIO, check_machine, load_violations
 from controller.bench.rounds import StageListener
 from controller.bench.scenario import DEFAULT_VOCAB_SIZE, PromptSource
 from controller.bench.servers import ServerError
@@ -51,7 +51,8 @@ class LoadTerms:
     """What is asked of every contestant.
 
     `rates` are requests per second, each for `duration_s` seconds of arrivals; `drain_s` later the
-    streams that still run are cut off. Round n draws its arrivals from `seed` + n.
+    streams that still run are cut off. Round n draws its arrivals from `seed` + n. A server whose
+    normal step is not within a factor of `max_step_ratio` of the calibrated one gives no number.
     """
 
     traffic: LoadTraffic
@@ -61,6 +62,7 @@ class LoadTerms:
     drain_s: float
     seed: int
     vocab_size: int = DEFAULT_VOCAB_SIZE
+    max_step_ratio: float = MAX_STEP_RATIO
 
     def workload(self, round_no: int, rate: float) -> Workload:
         """Return the arrivals of a round at a rate: the same for every policy."""
@@ -255,7 +257,7 @@ class _Turn:
             on_done=progress.count,
         )
         found = (
-            *check_machine(self._normal_s, self._target_normal_s),
+            *check_machine(self._normal_s, self._target_normal_s, self._terms.max_step_ratio),
             *load_violations(run, self._target_normal_s),
         )
         outcomes = outcomes_of(run, self._classes)

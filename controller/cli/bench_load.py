@@ -43,6 +43,7 @@ from controller.bench.load_rounds import (
 from controller.bench.load_rows import rows_of
 from controller.bench.load_run import LoadError
 from controller.bench.load_traffic import LoadTraffic, parse_arrivals
+from controller.bench.load_validity import MAX_STEP_RATIO
 from controller.bench.scenario import DEFAULT_VOCAB_SIZE
 from controller.bench.servers import ServerError
 from controller.bench.spike import SpikeError
@@ -100,6 +101,12 @@ def load(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Cut requests down to this context, in tokens.")
     ] = None,
+    max_step_ratio: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Factor by which a server's normal step may differ from the calibrated one."
+        ),
+    ] = MAX_STEP_RATIO,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Then simulate the same arrivals and compare.")
     ] = False,
@@ -136,7 +143,18 @@ def load(
         traffic.workload(1.0 if rates is None else given[0], duration, seed)
     except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
-    plan = _Plan(keys, traffic, given, rates is not None, rounds, duration, drain, seed, vocab_size)
+    plan = _Plan(
+        keys,
+        traffic,
+        given,
+        rates is not None,
+        rounds,
+        duration,
+        drain,
+        seed,
+        vocab_size,
+        max_step_ratio,
+    )
     clock = MonotonicClock()
     with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
         servers = StartedServers(
@@ -177,6 +195,7 @@ class _Plan:
     drain_s: float
     seed: int
     vocab_size: int
+    max_step_ratio: float
 
     def terms(self, calibration: Calibration) -> LoadTerms:
         """Return what is asked of every contestant on the machine that was calibrated."""
@@ -189,6 +208,7 @@ class _Plan:
             drain_s=self.drain_s,
             seed=self.seed,
             vocab_size=self.vocab_size,
+            max_step_ratio=self.max_step_ratio,
         )
 
 

@@ -17,6 +17,7 @@ from controller.bench.load_history import (
     ReplayError,
     ServerHistory,
     fit_machine,
+    machine_over_time,
     read_history,
 )
 from controller.bench.load_replay import Agreement, Replayed, StepTimes, replay
@@ -183,7 +184,34 @@ def test_noise_and_scale_are_those_of_the_steps() -> None:
     assert machine.noise == pytest.approx(0.2, abs=0.03)
 
 
-AGREES = Agreement("slo", "SLO planner", 1.0, "all", 200, 0.90, 0.91, 0.94)
+def test_a_machine_that_was_slowed_for_a_while_is_slow_then() -> None:
+    features = StepFeatures(0, 4, 100)
+    steps, at_s = [], 0.0
+    while at_s < 16.0:
+        seconds = 0.3 if 4.0 <= at_s < 8.0 else 0.1
+        steps.append(RecordedStep(5_000 + round(1e3 * at_s), features, seconds))
+        at_s += seconds
+    machine = fit_machine(steps)
+    assert machine.noise > 0.25
+    timed = machine_over_time(machine, steps, started_ms=5_000)
+    mean_s = machine.seconds(features)
+    assert timed.factor_at(1.0) * mean_s == pytest.approx(0.1)
+    assert timed.factor_at(5.0) * mean_s == pytest.approx(0.3, rel=0.05)
+    assert timed.factor_at(10.9) * mean_s == pytest.approx(0.1)
+    assert timed.factor_at(99.0) == 1.0
+    assert timed.noise < 0.1
+
+
+def test_a_window_with_few_steps_keeps_the_speed_of_the_machine() -> None:
+    features = StepFeatures(0, 4, 100)
+    steps = [RecordedStep(100 * i, features, 0.1) for i in range(200)]
+    machine = fit_machine(steps)
+    lone = [RecordedStep(1_000, features, 5.0), RecordedStep(-9_000, features, 5.0)]
+    assert machine_over_time(machine, lone, started_ms=0).slowdowns == ()
+    assert machine_over_time(machine, [], started_ms=0) == machine
+
+
+AGREES = Agreement("slo", "SLO planner", 1.0, "all", 200, 0.90, 0.91, 0.94, 0.92)
 MISSED = replace(AGREES, slo_class="chat", simulated=0.97)
 TIMES = StepTimes(
     "slo", 1.0, Regime.MIXED,
