@@ -155,8 +155,8 @@ def simulate(
         str,
         _option(
             _POLICY,
-            "learned (default): the cost model learns as in the service; prior: it keeps its"
-            " warm-up; oracle: it knows the machine.",
+            "learned (default): the cost model learns from every step; refitted: and is refitted"
+            " as in the service; prior: it keeps its warm-up; oracle: it knows the machine.",
         ),
     ] = "learned",
     client_max_tokens: Annotated[

@@ -56,7 +56,7 @@ def _by_load(report: Report) -> Table:
         if last_load not in (None, point.load):
             table.add_section()
         last_load = point.load
-        table.add_row(f"{point.load:g}", f"{point.rate:.2f}", policy, *_cells(point))
+        table.add_row(f"{point.load:.3g}", f"{point.rate:.2f}", policy, *_cells(point))
     return table
 
 
@@ -78,7 +78,7 @@ def _by_class(report: Report) -> Table:
         table.add_column(name, justify="left" if name == "policy" else "right")
     for point, policy in _points(report):
         shares = (f"{point.classes[n]:.1%}" if n in point.classes else "–" for n in names)
-        table.add_row(f"{point.load:g}", policy, *shares)
+        table.add_row(f"{point.load:.3g}", policy, *shares)
     return table
 
 

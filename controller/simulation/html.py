@@ -155,7 +155,9 @@ def _paretos(report: Report) -> list[str]:
             if point.load == load and point.ttft_p90_s and point.tpot_p90_s
         ]
         charts.append(
-            scatter_chart(f"At load {load:g}", marks, "TTFT P90 in seconds", "TPOT P90 in seconds")
+            scatter_chart(
+                f"At load {load:.3g}", marks, "TTFT P90 in seconds", "TPOT P90 in seconds"
+            )
         )
     return charts
 
@@ -186,7 +188,7 @@ def _deciles(report: Report) -> list[str]:
     loads = sorted({point.load for policy in report.curves for point in policy.points})
     return [
         line_chart(
-            f"At load {load:g}",
+            f"At load {load:.3g}",
             [
                 Line(policy.policy, tuple((float(i), y) for i, y in enumerate(point.deciles, 1)))
                 for policy in report.curves
@@ -250,7 +252,7 @@ def _point_table(policies: Sequence[PolicyReport]) -> str:
     ]  # fmt: skip
     rows = [
         [
-            policy.policy, f"{point.load:g}", f"{point.rate:.2f}", f"{point.attainment.mean:.1%}",
+            policy.policy, f"{point.load:.3g}", f"{point.rate:.2f}", f"{point.attainment.mean:.1%}",
             f"{point.refused:.1%}", _s(point.ttft_p50_s), _s(point.ttft_p90_s),
             _s(point.ttft_p99_s), _s(point.tpot_p50_s), _s(point.tpot_p90_s), _s(point.tpot_p99_s),
             _s(point.gap_p99_s), _s(point.longest_wait_s), _plain(point.largest_slowdown),

@@ -76,7 +76,8 @@ class StepSummary:
 
     `busy_s` is virtual time within steps. `bindings` counts steps by the constraint that set their
     budget. Planner times are real microseconds per call (P50, P99, mean over all calls), which no
-    hash covers. `mape` and `coverage` are the cost model's over its last 500 steps.
+    hash covers. `mape` and `coverage` are the cost model's over its last 500 steps, `num_refits`
+    the refits of a window of them.
     """
 
     num_steps: int
@@ -94,6 +95,7 @@ class StepSummary:
     planner_us_p99: float
     mape: float
     coverage: float
+    num_refits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

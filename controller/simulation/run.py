@@ -7,8 +7,8 @@ simulated runner and clock. Must not hold a scheduling decision of its own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, Protocol
 
 from controller.policy.lengths import OutputLengths
@@ -16,6 +16,7 @@ from controller.policy.policies import make_planner
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import SloClass
 from controller.runtime.feedback import Learner, PromiseKeeper, Teacher
+from controller.runtime.refits import Refitter
 from controller.runtime.warmup import run_sweep
 from controller.simulation.hardware import Device, HardwareProfile
 from controller.simulation.oracle import OracleModel
@@ -26,21 +27,23 @@ from costmodel.base import CostModel
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from costmodel.prior import fit_prior, sweep_plan
+from costmodel.refitted import RefittedLeastSquares
 from engine.blocks import BlockPool
 from engine.clock import Clock, MonotonicClock, VirtualClock
 from engine.config import EngineConfig
 from engine.loop import EngineLoop
-from engine.ports import EngineView, Planner
-from engine.step import StepPlan
+from engine.ports import EngineView, Planner, StepListener
+from engine.request import Request
+from engine.step import StepPlan, StepReport
 
 Progress = Callable[[int, int], None]
 """Called with (requests ended, requests in all), now and then and at the end."""
-LearnerKind = Literal["learned", "prior", "oracle"]
-LEARNERS: Final[tuple[LearnerKind, ...]] = ("learned", "prior", "oracle")
+LearnerKind = Literal["learned", "refitted", "prior", "oracle"]
+LEARNERS: Final[tuple[LearnerKind, ...]] = ("learned", "refitted", "prior", "oracle")
 
 # As the service does where a pass finds nothing to do although somebody waits.
 _RETRY_S: Final = 0.05
-_MAX_IDLE_S: Final = 3600.0
+_MAX_IDLE_S: Final = 900.0
 _MAX_PASSES_AT_ONCE: Final = 10_000
 # The warm-up of a server that loads a model.
 _LONGEST_WARMUP_CHUNK: Final = 512
@@ -58,9 +61,10 @@ class SimulationConfig:
 
     `engine` None takes limits that suit the machine's pool. `classes` stand beside `default`, which
     has no targets unless one of them is called so. `learner`: `learned` starts from a timed warm-up
-    and learns from every step, as the service does; `prior` keeps what the warm-up told; `oracle`
-    knows the machine's formula. `max_tokens` is what clients ask for (answers end by themselves, at
-    a length that no planner sees); None lets them ask for exactly what they get.
+    and learns from every step, as the service does; `refitted` takes over the service's refits of a
+    window of steps too, each one step after it was due; `prior` keeps what the warm-up told;
+    `oracle` knows the machine's formula. `max_tokens` is what clients ask for (answers end by
+    themselves, at a length that no planner sees); None lets them ask for exactly what they get.
     ValueError names the field.
     """
 
@@ -176,6 +180,10 @@ def simulate(
     population = Population(config.classes_by_name, config.default_class, config.max_tokens)
     recorder = Recorder(population.output_lengths)
     taught: Learner = _Deaf() if config.learner == "prior" else model
+    teachers: list[StepListener] = [Teacher(taught, lengths)]
+    refitter = _refitter(model)
+    if refitter is not None:
+        teachers.append(_Refits(refitter))
     loop = EngineLoop(
         planner,
         PopulationRunner(
@@ -187,7 +195,7 @@ def simulate(
         BlockPool(engine.num_blocks, engine.block_size),
         engine,
         clock,
-        (PromiseKeeper(), Teacher(taught, lengths), recorder),
+        (PromiseKeeper(), *teachers, recorder),
     )
     _drive(loop, clock, workload, population, recorder, progress)
     quality = model.quality()
@@ -198,7 +206,10 @@ def simulate(
         seed=config.seed,
         offered_rate=workload.rate,
         requests=tuple(sorted(recorder.requests, key=lambda record: record.index)),
-        steps=recorder.summary(planner.seconds, quality.mape, quality.coverage),
+        steps=replace(
+            recorder.summary(planner.seconds, quality.mape, quality.coverage),
+            num_refits=0 if refitter is None else refitter.num_refits,
+        ),
         event_hash=recorder.event_hash,
         wall_s=wall.now() - wall_started_at,
     )
@@ -272,7 +283,29 @@ def _cost_model(
         engine.max_num_seqs,
         min(engine.max_model_len, _LONGEST_WARMUP_CONTEXT),
     )
-    return fit_prior(run_sweep(runner, engine, clock, shapes))
+    samples = run_sweep(runner, engine, clock, shapes)
+    if config.learner == "refitted":
+        return fit_prior(samples, RefittedLeastSquares)
+    return fit_prior(samples)
+
+
+def _refitter(model: CostModel) -> Refitter | None:
+    """Return the service's refitter, without its thread; None for a model that takes no refits."""
+    if not isinstance(model, RefittedLeastSquares):
+        return None
+    return Refitter(model, lambda _refit, _report: None)
+
+
+class _Refits:
+    """Runs each refit within the step that asks for it: a thread would not do the same twice."""
+
+    def __init__(self, refitter: Refitter) -> None:
+        self._refitter = refitter
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Hand over what was found at the last step, and look for the next."""
+        self._refitter.on_step(report, requests)
+        self._refitter.pump()
 
 
 class _Deaf:

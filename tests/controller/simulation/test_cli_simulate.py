@@ -108,7 +108,7 @@ def test_a_trace_at_given_rates_on_hardware_from_a_file(tmp_path: Path) -> None:
         ([*STEADY, "--default-slo-class", "gold"], "no class 'gold'"),
         ([*STEADY, "--planner", "speed=1"], "--planner 'speed=1': expected one of bank"),
         ([*STEADY, "--planner", "pace=2"], "pace must be in (0, 1]"),
-        ([*STEADY, "--learner", "psychic"], "learner must be one of learned, prior, oracle"),
+        ([*STEADY, "--learner", "psychic"], "learner must be one of learned, refitted, prior"),
         ([*STEADY, "--load", "fast"], "--load must be numbers"),
         ([*STEADY, "--load", "0"], "--load must be positive"),
         ([*STEADY, "--load", "1", "--rate", "2"], "give --load or --rate"),

@@ -86,7 +86,7 @@ def test_every_learner_keeps_light_promises(learner: LearnerKind) -> None:
     config = SimulationConfig(classes=(CHAT, BATCH), learner=learner)
     result = simulate(crowd(), "slo", A100_8B, config)
     assert all(request.is_kept for request in result.requests)
-    assert (result.steps.mape > 0) == (learner == "learned")
+    assert (result.steps.mape > 0) == (learner in ("learned", "refitted"))
 
 
 def test_the_learner_follows_the_machine() -> None:
@@ -94,6 +94,14 @@ def test_the_learner_follows_the_machine() -> None:
     assert result.steps.num_steps > 300
     assert result.steps.mape < 0.06
     assert 0.8 <= result.steps.coverage <= 0.97
+
+
+def test_refits_are_run_at_the_same_steps_every_time() -> None:
+    config = SimulationConfig(classes=(CHAT, BATCH), learner="refitted")
+    first, again = (simulate(crowd(300, 0.08), "whole", A100_8B, config) for _ in range(2))
+    assert first.steps.num_refits > 0
+    assert first.event_hash == again.event_hash
+    assert simulate(crowd(), "slo", A100_8B, CONFIG).steps.num_refits == 0
 
 
 def test_overload_is_refused_with_reasons_and_counted_as_missed() -> None:
