@@ -12,7 +12,7 @@ from costmodel.envelope import NUM_PLANES
 from costmodel.features import FloatArray, StepFeatures
 from costmodel.plane import MIN_INTERCEPT_S
 from costmodel.prior import flat_prior
-from costmodel.refit import MIN_SAMPLES, RefitJob, fit_planes, relative_errors
+from costmodel.refit import MIN_SAMPLES, RefitJob, fit_planes, load_solver, relative_errors
 from costmodel.refitted import RefittedLeastSquares
 from costmodel.strata import Samples, StratifiedWindow
 from costmodel.synthetic import DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
@@ -87,6 +87,8 @@ def test_the_solver_can_be_loaded_ahead() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+    load_solver()
+    assert "sklearn.linear_model" in sys.modules
 
 
 def test_an_outlier_is_no_verdict() -> None:

@@ -97,6 +97,12 @@ def test_a_document_that_does_not_fit_is_refused_by_field(
     assert str(caught.value).startswith(field)
 
 
+@pytest.mark.parametrize("document", [None, "text", [1.0]])
+def test_a_document_that_is_no_object_is_refused(document: Any) -> None:
+    with pytest.raises(SnapshotError, match="must be an object"):
+        load_model(document, KEY)
+
+
 def test_an_information_matrix_that_is_not_positive_definite_is_refused() -> None:
     document = copy.deepcopy(DOCUMENT)
     document["state"]["planes"]["0"]["information"] = [
