@@ -273,9 +273,8 @@ def _sweep(
 
         def run(names: typing.Sequence[str]) -> list[SweepRow]:
             tasks = [SweepTask(n, load, seed) for load in loads for n in names for seed in seeds]
-            if len(tasks) == 1 and results is None:
-                label = f"{tasks[0].policy} on {base.name}"
-                return [scene.run(tasks[0], lambda done, total: progress(done, total, label))]
+            if len(tasks) == 1:
+                return [_single(scene, tasks[0], results, progress)]
             return run_sweep_tasks(
                 scene,
                 tasks,
@@ -298,6 +297,20 @@ def _sweep(
     shown = [*policies, *(search.policy for search in searches)]
     about = _about(scene, base, loads, seeds, searches, level)
     return build_report(_distinct(rows), about, shown)
+
+
+def _single(
+    scene: Scene, task: SweepTask, results: ResultsFile | None, progress: StartupProgress
+) -> SweepRow:
+    """Run one task here, where its progress can be told request by request."""
+    key = scene.key(task)
+    row = None if results is None else results.get(key)
+    if row is None:
+        label = f"simulating {task.policy}"
+        row = scene.run(task, lambda done, total: progress(done, total, label))
+        if results is not None:
+            results.add(key, row)
+    return row
 
 
 def _distinct(rows: list[SweepRow]) -> list[SweepRow]:

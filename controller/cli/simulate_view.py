@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controller.cli.output import wide_console
-from controller.simulation.goodput import Goodput
+from controller.simulation.goodput import shown
 from controller.simulation.report import LEVELS, Point, Report
 
 
@@ -117,12 +117,7 @@ def _goodputs(report: Report) -> Table:
     for level in LEVELS:
         table.add_column(f"{level:.0%}", justify="right")
     for policy in report.policies:
-        table.add_row(policy.policy, *(shown(each) for each in policy.goodput))
+        by_level = zip(*policy.goodput_by_seed, strict=True)
+        cells = (shown(*pair) for pair in zip(policy.goodput, by_level, strict=True))
+        table.add_row(policy.policy, *cells)
     return table
-
-
-def shown(found: Goodput) -> str:
-    """Return a goodput as text: `≥` where every load held, `<` where none did."""
-    if found.rate is None:
-        return "below all"
-    return f"≥ {found.rate:.2f}" if found.is_bound else f"{found.rate:.2f}"

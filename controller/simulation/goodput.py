@@ -52,6 +52,20 @@ def goodput(points: Iterable[LoadPoint], level: float) -> Goodput:
     return Goodput(level, curve[-1].rate, True)
 
 
+def shown(found: Goodput, by_seed: Sequence[Goodput] = ()) -> str:
+    """Return a goodput as text: `≥` where every load held, "below all" where none did.
+
+    More than one seed adds the smallest and the largest; a seed below all loads counts as 0.
+    """
+    if found.rate is None:
+        return "below all"
+    text = f"{'≥ ' if found.is_bound else ''}{found.rate:.2f}"
+    if len(by_seed) > 1:
+        rates = [each.rate or 0.0 for each in by_seed]
+        text += f" ({min(rates):.2f}–{max(rates):.2f})"
+    return text
+
+
 def mean_curve(points: Iterable[LoadPoint]) -> list[LoadPoint]:
     """Return one point per rate, lowest first, with the mean attainment of those at that rate."""
     by_rate: dict[float, list[float]] = {}

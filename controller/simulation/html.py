@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 
+from controller.simulation.goodput import shown
 from controller.simulation.report import LEVELS, Point, PolicyReport, Report
 from controller.simulation.svg import NUM_COLOURS, Line, Mark, legend, line_chart, scatter_chart
 
@@ -218,19 +219,12 @@ def _fairness(report: Report) -> list[str]:
 
 
 def _goodput_table(report: Report) -> str:
-    head = ["policy", *(f"goodput at {level:.0%}" for level in LEVELS)]
-    rows = [
-        [
-            policy.policy,
-            *(
-                "below all"
-                if found.rate is None
-                else f"{'≥ ' if found.is_bound else ''}{found.rate:.2f}/s"
-                for found in policy.goodput
-            ),
-        ]
-        for policy in report.policies
-    ]
+    head = ["policy", *(f"goodput at {level:.0%}, per second" for level in LEVELS)]
+    rows = []
+    for policy in report.policies:
+        by_level = zip(*policy.goodput_by_seed, strict=True)
+        cells = (shown(*pair) for pair in zip(policy.goodput, by_level, strict=True))
+        rows.append([policy.policy, *cells])
     return _table(head, rows)
 
 
@@ -248,7 +242,8 @@ def _crossover_list(report: Report) -> str:
 def _point_table(policies: Sequence[PolicyReport]) -> str:
     head = [
         "policy", "load", "rate/s", "met", "refused", "TTFT P50", "P90", "P99", "TPOT P50", "P90",
-        "P99", "gap P99", "wait max", "slowdown max", "Jain", "planner µs",
+        "P99", "gap P99", "wait max", "slowdown max", "Jain", "planner µs", "of a step", "MAPE",
+        "coverage",
     ]  # fmt: skip
     rows = [
         [
@@ -256,7 +251,8 @@ def _point_table(policies: Sequence[PolicyReport]) -> str:
             f"{point.refused:.1%}", _s(point.ttft_p50_s), _s(point.ttft_p90_s),
             _s(point.ttft_p99_s), _s(point.tpot_p50_s), _s(point.tpot_p90_s), _s(point.tpot_p99_s),
             _s(point.gap_p99_s), _s(point.longest_wait_s), _plain(point.largest_slowdown),
-            f"{point.jain_index:.3f}", f"{point.planner_us:.0f}",
+            f"{point.jain_index:.3f}", f"{point.planner_us:.0f}", f"{point.planner_share:.1%}",
+            f"{point.prediction_mape:.1%}", f"{point.coverage:.1%}",
         ]
         for policy in policies
         for point in policy.points

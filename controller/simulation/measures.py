@@ -100,8 +100,8 @@ class Measures:
     and 0 for whoever was not served: 1 where everybody is equally well off, 1/n where one has it
     all. `burst_recovery_s`: see the function of that name. `useful_tokens_per_s` counts prompt and
     output tokens of requests that met every target, `output_tokens_per_s` all output tokens, per
-    second from the first arrival to the last end. `prediction_mape` and `coverage` are the cost
-    model's.
+    second from the first arrival to the last end. `mean_step_s` is virtual; planner times are real.
+    `prediction_mape` and `coverage` are the cost model's.
     """
 
     overall: GroupMeasures
@@ -115,6 +115,7 @@ class Measures:
     useful_tokens_per_s: float
     output_tokens_per_s: float
     num_steps: int
+    mean_step_s: float
     planner_us_mean: float
     planner_us_p99: float
     prediction_mape: float
@@ -159,9 +160,10 @@ def measure(result: SimulationResult, hardware: HardwareProfile) -> Measures:
         jain_index=jain_index([0.0 if s is None else 1.0 / max(s, 1e-9) for s in slowdowns]),
         burst_recovery_s=recovery_s,
         has_burst=has_burst,
-        useful_tokens_per_s=_per_second(kept_tokens, span_s),
-        output_tokens_per_s=_per_second(sum(each.num_output_tokens for each in requests), span_s),
+        useful_tokens_per_s=_per(kept_tokens, span_s),
+        output_tokens_per_s=_per(sum(each.num_output_tokens for each in requests), span_s),
         num_steps=steps.num_steps,
+        mean_step_s=_per(steps.busy_s, steps.num_steps),
         planner_us_mean=steps.planner_us_mean,
         planner_us_p99=steps.planner_us_p99,
         prediction_mape=steps.mape,
@@ -250,5 +252,5 @@ def _grouped(
     return groups
 
 
-def _per_second(count: int, span_s: float) -> float:
-    return count / span_s if span_s > 0 else 0.0
+def _per(amount: float, of: float) -> float:
+    return amount / of if of > 0 else 0.0

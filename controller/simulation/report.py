@@ -34,7 +34,8 @@ class Point:
     percentile; `classes` and `deciles` are attainment by class, and by tenth of prompt length from
     the shortest. `longest_wait_s` and `largest_slowdown` are the worst of any seed. None where no
     request has such a number. `burst_recovery_s` is the mean of the seeds whose burst was overcome,
-    `num_unrecovered` counts the others.
+    `num_unrecovered` counts the others. `planner_us` is real time per call, `planner_share` what it
+    is of the mean step; `prediction_mape` and `coverage` are the cost model's.
     """
 
     load: float
@@ -59,15 +60,22 @@ class Point:
     num_unrecovered: int
     useful_tokens_per_s: float
     planner_us: float
+    planner_share: float
+    prediction_mape: float
+    coverage: float
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """One policy over all loads, and the goodput of that curve at each of `LEVELS`."""
+    """One policy over all loads, and the goodput of that curve at each of `LEVELS`.
+
+    `goodput_by_seed` holds the same for the curve of each seed alone, lowest seed first.
+    """
 
     policy: str
     points: tuple[Point, ...]
     goodput: tuple[Goodput, ...]
+    goodput_by_seed: tuple[tuple[Goodput, ...], ...]
 
     @property
     def curve(self) -> list[LoadPoint]:
@@ -145,7 +153,17 @@ def _policy(name: str, rows: Sequence[SweepRow], rate_at: dict[float, float]) ->
         by_load.setdefault(row.task.load, []).append(row)
     points = tuple(_point(load, rate_at[load], group) for load, group in sorted(by_load.items()))
     curve = [LoadPoint(point.rate, point.attainment.mean) for point in points]
-    return PolicyReport(name, points, tuple(goodput(curve, level) for level in LEVELS))
+    by_seed: dict[int, list[LoadPoint]] = {}
+    for row in rows:
+        point = LoadPoint(rate_at[row.task.load], row.attainment)
+        by_seed.setdefault(row.task.seed, []).append(point)
+    return PolicyReport(
+        name, points, _goodputs(curve), tuple(_goodputs(by_seed[seed]) for seed in sorted(by_seed))
+    )
+
+
+def _goodputs(curve: Sequence[LoadPoint]) -> tuple[Goodput, ...]:
+    return tuple(goodput(curve, level) for level in LEVELS)
 
 
 def _point(load: float, rate: float, rows: Sequence[SweepRow]) -> Point:
@@ -190,6 +208,11 @@ def _point(load: float, rate: float, rows: Sequence[SweepRow]) -> Point:
         num_unrecovered=recoveries.count(None),
         useful_tokens_per_s=statistics.fmean(each["useful_tokens_per_s"] for each in measures),
         planner_us=statistics.fmean(each["planner_us_mean"] for each in measures),
+        planner_share=statistics.fmean(
+            each["planner_us_mean"] * 1e-6 / max(each["mean_step_s"], 1e-9) for each in measures
+        ),
+        prediction_mape=statistics.fmean(each["prediction_mape"] for each in measures),
+        coverage=statistics.fmean(each["coverage"] for each in measures),
     )
 
 

@@ -20,7 +20,8 @@ from controller.simulation.run import Progress, SimulationConfig, simulate
 from controller.simulation.source import WorkloadSource
 from controller.workload.arrivals import Workload
 
-SWEEP_FORMAT: Final = 1
+# 2: mean steps among the measures.
+SWEEP_FORMAT: Final = 2
 _COARSE_BUDGETS: Final = (64, 128, 256, 512, 1024, 2048)
 _BUDGET_STEP: Final = 16
 

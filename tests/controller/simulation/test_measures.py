@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.simulation.goodput import Goodput, LoadPoint, crossovers, goodput, mean_curve
+from controller.simulation.goodput import (
+    Goodput,
+    LoadPoint,
+    crossovers,
+    goodput,
+    mean_curve,
+    shown,
+)
 from controller.simulation.hardware import A100_8B
 from controller.simulation.measures import (
     GroupMeasures,
@@ -171,6 +178,7 @@ def test_a_real_run_measures_up_to_its_records() -> None:
     assert measured.overall.num_offered == 100
     assert measured.overall.attainment == 1.0
     assert measured.num_steps == result.steps.num_steps
+    assert measured.mean_step_s == pytest.approx(result.steps.busy_s / measured.num_steps)
     assert sum(each.num_offered for each in measured.deciles) == 100
     assert measured.largest_slowdown is not None
     # Nobody is much faster than alone.
@@ -216,6 +224,15 @@ def test_goodput_lies_within_the_sweep(curve: list[tuple[float, float]], level: 
     if found.rate is not None:
         assert min(rates) <= found.rate <= max(rates)
     assert found.is_bound == all(p.attainment >= level for p in mean_curve(points(*curve)))
+
+
+def test_a_goodput_is_shown_with_its_seeds() -> None:
+    held, fell = Goodput(0.9, 2.0, True), Goodput(0.9, 1.5, False)
+    assert shown(held) == "≥ 2.00"
+    assert shown(fell, [fell]) == "1.50"
+    assert shown(fell, [fell, held]) == "1.50 (1.50–2.00)"
+    assert shown(fell, [fell, Goodput(0.9, None, False)]) == "1.50 (0.00–1.50)"
+    assert shown(Goodput(0.9, None, False), [held, held]) == "below all"
 
 
 def test_wrong_questions_about_goodput_are_refused() -> None:

@@ -62,6 +62,7 @@ def test_seeds_become_one_point_with_their_spread() -> None:
     assert heavy.deciles[-1] == 0.0
     assert light.ttft_p50_s == 0.5
     assert light.tpot_p90_s is not None
+    assert 0.0 < light.planner_share < 10.0
 
 
 def test_goodput_and_crossovers_are_those_of_the_mean_curves() -> None:
@@ -72,6 +73,11 @@ def test_goodput_and_crossovers_are_those_of_the_mean_curves() -> None:
     assert ours.goodput[0].rate == pytest.approx(2.05 + 2.0 * 0.1 / 0.25)
     assert theirs.goodput[0].is_bound
     assert theirs.goodput[1].rate is None
+    # Seed 1 kept one more request of ten at the heavy load than the mean of both did, or one less.
+    assert [found[0].rate for found in ours.goodput_by_seed] == [
+        pytest.approx(2.05 + 2.0 * 0.1 / 0.2),
+        pytest.approx(2.05 + 2.0 * 0.1 / 0.3),
+    ]
     (crossing,) = report.crossovers
     assert (crossing.first, crossing.second) == ("slo", "edf-256")
     assert 2.05 < crossing.rate < 4.05
