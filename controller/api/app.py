@@ -19,6 +19,7 @@ from controller.api.guards import ArrivalStamp, BodyLimit, KeyGuard
 from controller.api.inference import inference_router
 from controller.api.metrics import metrics_router
 from controller.api.models import models_router
+from controller.api.reference import reference_router
 from controller.api.responses import ChatChunk
 from controller.api.system import system_router
 from controller.api.telemetry import telemetry_router
@@ -72,6 +73,8 @@ def create_app(
         version=version,
         description="LLM inference that keeps per-request latency promises.",
         middleware=middleware,
+        # The framework's pages take their scripts from elsewhere: blank without a network.
+        docs_url=None,
         redoc_url=None,
         # A redirect to the path with or without a slash would lose the body of a POST.
         redirect_slashes=False,
@@ -83,19 +86,28 @@ def create_app(
         app.include_router(metrics_router(metrics.registry))
     if telemetry_reader is not None:
         app.include_router(telemetry_router(telemetry_reader))
-    _describe_chunks(app)
+    _correct_description(app)
+    app.include_router(reference_router(app.openapi))
     return app
 
 
-def _describe_chunks(app: FastAPI) -> None:
-    """Add the models that only streams send to the OpenAPI page, which knows whole answers."""
+def _correct_description(app: FastAPI) -> None:
+    """Add the models that only streams send to the OpenAPI page, which knows whole answers, and
+    take out the 422 that the framework supposes: what is wrong with a request is a 400 here.
+    """
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             template = "#/components/schemas/{model}"
             _, chunks = models_json_schema([(ChatChunk, "serialization")], ref_template=template)
-            schemas = describe()["components"]["schemas"]
+            document = describe()
+            for item in document["paths"].values():
+                for operation in item.values():
+                    operation["responses"].pop("422", None)
+            schemas = document["components"]["schemas"]
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
             for name, schema in chunks["$defs"].items():
                 schemas.setdefault(name, schema)
         return describe()

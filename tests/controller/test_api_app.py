@@ -247,4 +247,7 @@ def test_the_openapi_page_knows_bodies_answers_and_chunks() -> None:
     body = page["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "slo", "stop", "logit_bias", "ignore_eos"} <= body.keys()
     assert "ttft_ms" in body["slo"]["anyOf"][0]["properties"]
-    assert call(app, "GET", "/docs").status_code == 200
+    for item in page["paths"].values():
+        for answers in item.values():
+            # What is wrong with a request is a 400 here.
+            assert "422" not in answers["responses"]
