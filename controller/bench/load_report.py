@@ -159,7 +159,10 @@ def render_replay_notes(replayed: Replayed) -> list[str]:
 def to_json(
     session: LoadSession, replayed: Replayed | None, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return everything as JSON values: `about`, the terms, rows, and each request's outcome."""
+    """Return everything as JSON values: `about`, the terms, rows, and each request's outcome.
+
+    `is_complete` says whether all that was asked for is there.
+    """
     terms = session.terms
     return {
         "benchmark": "load",
@@ -171,6 +174,7 @@ def to_json(
         "drain_s": terms.drain_s,
         "seed": terms.seed,
         "calibration": asdict(session.calibration),
+        "is_complete": session.is_complete,
         "rows": [asdict(row) for row in rows_of(session)],
         "goodput": {key: [asdict(g) for g in found] for key, found in goodputs(session).items()},
         "results": [asdict(result) for result in session.results],
@@ -219,7 +223,8 @@ def _refusal_line(row: LoadRow, group: ClassRow) -> str:
     after = (
         ""
         if group.retry_after_s is None
-        else f"; retry-after {format_spread(group.retry_after_s, 1, 1, ' s')}"
+        else f"; {group.num_retry_after} said when to come back,"
+        f" median {format_spread(group.retry_after_s, 1, 1, ' s')}"
     )
     return (
         f"{row.label} at {row.rate:.2f}/s refused {sum(group.refusals.values())} of"

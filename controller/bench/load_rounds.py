@@ -107,11 +107,16 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """Everything that one invocation measured."""
+    """What one invocation measured; `is_complete` is False while turns are still to come."""
 
     terms: LoadTerms
     calibration: Calibration
     results: tuple[LoadResult, ...]
+    is_complete: bool
+
+
+TurnListener = Callable[[LoadSession], None]
+"""Hears what has been measured so far, after each turn: a long measurement may be stopped."""
 
 
 async def calibrate_load(
@@ -145,6 +150,7 @@ async def measure_loads(
     *,
     sleep: Sleep = asyncio.sleep,
     on_stage: StageListener = lambda label, done, total: None,
+    on_turn: TurnListener = lambda session: None,
 ) -> LoadSession:
     """Measure every contestant at every rate, `num_rounds` times, in turn.
 
@@ -158,8 +164,9 @@ async def measure_loads(
         for contestant in contestants:
             turn = _Turn(contestant, terms, calibration.normal_s, classes, round_no, clock, sleep)
             results += await turn.run(progress)
+            on_turn(LoadSession(terms, calibration, tuple(results), is_complete=False))
     progress.finish()
-    return LoadSession(terms, calibration, tuple(results))
+    return LoadSession(terms, calibration, tuple(results), is_complete=True)
 
 
 def _num_requests(terms: LoadTerms) -> int:

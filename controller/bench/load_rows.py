@@ -34,8 +34,8 @@ class ClassRow:
     """One class (or all) under one policy at one rate.
 
     Shares are of offered requests. `tpot_p90_vs_static` compares with the best static budget of the
-    same rate and round. `refusals` are summed over rounds, by reason; `retry_after_s` is the median
-    of what refusals said.
+    same rate and round. `refusals` are summed over rounds, by reason; `num_retry_after` of them
+    said when to come back, `retry_after_s` is the median of what they said.
     """
 
     name: str
@@ -49,6 +49,7 @@ class ClassRow:
     gap_s: Tail | None
     tpot_p90_vs_static: Spread | None
     refusals: dict[str, int]
+    num_retry_after: int
     retry_after_s: Spread | None
 
 
@@ -171,6 +172,9 @@ def _class_row(
         gap_s=_tail([group.gap_s for group in groups]),
         tpot_p90_vs_static=_tpot_ratio(name, found, reference),
         refusals=dict(sorted(refusals.items())),
+        num_retry_after=sum(
+            group.retry_after_s.num for group in groups if group.retry_after_s is not None
+        ),
         retry_after_s=Spread.of(
             [group.retry_after_s.p50 for group in groups if group.retry_after_s is not None]
         ),

@@ -13,7 +13,7 @@ import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +37,7 @@ from controller.bench.load_rounds import (
     Calibration,
     LoadSession,
     LoadTerms,
+    TurnListener,
     calibrate_load,
     measure_loads,
 )
@@ -155,18 +156,7 @@ def load(
         vocab_size,
         max_step_ratio,
     )
-    clock = MonotonicClock()
-    with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
-        servers = StartedServers(
-            serve, traffic.classes, Path(folder), clock, tuple(serve_option or ()), ready_timeout
-        )
-        try:
-            session = asyncio.run(_measure(servers, plan, clock))
-        except (ServerError, SpikeError, LoadError) as exc:
-            typer.echo(f"INVALID: the calibration failed: {exc}", err=True)
-            raise typer.Exit(1) from exc
-        replayed = _replay(session, servers) if simulate else None
-    about = {
+    about: dict[str, Any] = {
         "model": serve,
         "policies": keys,
         "load": list(given) if rates is None else None,
@@ -174,10 +164,26 @@ def load(
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
+
+    def write(session: LoadSession, replayed: Replayed | None = None) -> None:
+        """Keep what has been measured so far: it took long."""
+        if out is not None:
+            payload = to_json(session, replayed, about)
+            out.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    clock = MonotonicClock()
+    with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
+        servers = StartedServers(
+            serve, traffic.classes, Path(folder), clock, tuple(serve_option or ()), ready_timeout
+        )
+        try:
+            session = asyncio.run(_measure(servers, plan, clock, write))
+        except (ServerError, SpikeError, LoadError) as exc:
+            typer.echo(f"INVALID: nothing could be measured: {exc}", err=True)
+            raise typer.Exit(1) from exc
+        replayed = _replay(session, servers) if simulate else None
     _print(session, replayed, serve)
-    if out is not None:
-        payload = to_json(session, replayed, about)
-        out.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write(session, replayed)
     if any(result.violations for result in session.results):
         raise typer.Exit(1)
 
@@ -223,7 +229,9 @@ def _numbers(text: str, hint: str) -> tuple[float, ...]:
     return values
 
 
-async def _measure(servers: StartedServers, plan: _Plan, clock: Clock) -> LoadSession:
+async def _measure(
+    servers: StartedServers, plan: _Plan, clock: Clock, on_turn: TurnListener
+) -> LoadSession:
     """Calibrate on one server, then measure all of them."""
     contestants = servers.contestants(plan.keys)
     with progress_bar("load") as on_stage:
@@ -233,7 +241,12 @@ async def _measure(servers: StartedServers, plan: _Plan, clock: Clock) -> LoadSe
                 client, plan.traffic, plan.seed, plan.vocab_size, has_knee=not plan.is_rates
             )
         return await measure_loads(
-            contestants, plan.terms(calibration), calibration, clock, on_stage=on_stage
+            contestants,
+            plan.terms(calibration),
+            calibration,
+            clock,
+            on_stage=on_stage,
+            on_turn=on_turn,
         )
 
 

@@ -274,6 +274,31 @@ def test_policies_take_turns_with_the_same_arrivals() -> None:
     assert all(result.normal_s == pytest.approx(NORMAL_S) for result in session.results)
 
 
+def test_what_has_been_measured_is_told_after_every_turn() -> None:
+    recorded = Recorded()
+    heard: list[LoadSession] = []
+    stages: list[tuple[str, int, int]] = []
+    contestants = [recorded.contestant("slo", "slo"), recorded.contestant("static-64", "fcfs-64")]
+    session = recorded.timeline.run(
+        measure_loads(
+            contestants,
+            one_round(),
+            CALIBRATION,
+            recorded.timeline.clock,
+            sleep=recorded.timeline.sleep,
+            on_stage=lambda *stage: stages.append(stage),
+            on_turn=heard.append,
+        )
+    )
+    assert [(len(each.results), each.is_complete) for each in heard] == [(2, False), (4, False)]
+    assert session.is_complete
+    assert heard[-1].results == session.results
+    total = sum(len(result.outcomes) for result in session.results)
+    assert stages[0] == ("round 1, slo: starting", 0, total)
+    assert stages[-2] == ("round 1, static-64: 1.80/s", total, total)
+    assert stages[-1] == ("done", total, total)
+
+
 def test_a_slower_server_is_invalid_against_targets_of_a_faster_machine() -> None:
     recorded = Recorded()
     session = recorded.measure([recorded.contestant("slo", "slo", speed=2.0)], one_round())

@@ -42,7 +42,7 @@ def result(
 
 
 def session(*results: LoadResult) -> LoadSession:
-    return LoadSession(TERMS, Calibration(0.1, 1.0), results)
+    return LoadSession(TERMS, Calibration(0.1, 1.0), results, is_complete=True)
 
 
 def mix(kept: int, missed: int, refused: int = 0, unserved: int = 0) -> list[Outcome]:
@@ -161,7 +161,10 @@ def test_goodput_is_read_off_the_rates() -> None:
         "STATIC-128: goodput at 90% below every rate measured, at 99% below every rate measured"
         in notes
     )
-    assert "SLO at 2.00/s refused 14 of 40 chat: overloaded 14; retry-after 2.5 s" in notes
+    assert (
+        "SLO at 2.00/s refused 14 of 40 chat: overloaded 14; 14 said when to come back,"
+        " median 2.5 s"
+    ) in notes
     assert "the client's own lateness: at most 1 ms at P99" in notes
 
 

@@ -197,5 +197,7 @@ def test_a_server_that_does_not_start_is_an_invalid_measurement(tmp_path: Path) 
         ["load", "--serve", str(tmp_path / "no-model"), "--rates", "1", "--serve-option=--bogus"],
     )
     assert result.exit_code == 1
-    assert "INVALID: the calibration failed: the server ended before it was ready" in result.output
+    assert (
+        "INVALID: nothing could be measured: the server ended before it was ready" in result.output
+    )
     assert "--bogus" in result.output
