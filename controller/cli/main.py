@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from controller.cli import bench, db, serve, simulate, telemetry
+from controller.cli import bench, db, profile, serve, simulate, telemetry, tune
 
 app = typer.Typer(
     name="paceline",
@@ -22,8 +22,10 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
+app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
 app.add_typer(telemetry.app, name="telemetry")
+app.add_typer(profile.app, name="profile")
 app.add_typer(db.app, name="db")
 
 

@@ -18,6 +18,10 @@ from store.errors import StoreError
 from store.profiles import ProfileRecord, ProfileStore
 
 
+class MissingProfileError(ProfileError):
+    """There is no profile of that name."""
+
+
 def find_profile(asked: str | None, url: str, model: str) -> BudgetProfile | None:
     """Return the profile that a server of `model` over the database `url` starts with.
 
@@ -48,7 +52,7 @@ def named_profile(asked: str, url: str) -> BudgetProfile:
     except StoreError as error:
         raise ProfileError(f"{asked}: {error}") from error
     if record is None:
-        raise ProfileError(
+        raise MissingProfileError(
             f"no profile {asked!r} in the database: see `paceline profile list`, or name a file as"
             f" ./{asked}.yaml"
         )

@@ -22,6 +22,7 @@ from store.profiles import MAX_NAME_LENGTH, ProfileRecord
 
 PROFILE_FORMAT: Final = 1
 NO_PROFILE: Final = "none"
+_RESERVED: Final = (NO_PROFILE, "default")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_FILE_BYTES: Final = 1 << 20
 
@@ -191,8 +192,8 @@ def check_name(name: str) -> None:
             f"name must be letters, digits, `.`, `_` and `-`, at most {MAX_NAME_LENGTH}, and not"
             f" end like a YAML file, got {name!r}"
         )
-    if name == NO_PROFILE:
-        raise ProfileError(f"name must not be {NO_PROFILE!r}, which means no profile")
+    if name in _RESERVED:
+        raise ProfileError(f"name must not be {name!r}, which means no profile")
 
 
 def is_file_name(text: str) -> bool:

@@ -1,0 +1,208 @@
+"""`paceline tune` and `paceline profile`: from traffic to a profile that a server takes or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from controller.cli.main import app
+from controller.config import Settings
+from controller.tuning import job
+from controller.tuning.profile import read_profile
+from controller.tuning.space import DEFAULTS
+from store.database import Database
+from store.profiles import ProfileStore
+
+TRAFFIC = "poisson:rate=800,duration=0.5,prompt=8,output=20,classes=chat:3/bulk:1"
+PROMISES = ["--slo-class", "chat:ttft_ms=600,weight=2", "--slo-class", "bulk:ttft_ms=5000"]
+QUICK = ["--generate", TRAFFIC, *PROMISES, "--knob", "max_num_seqs", "--seeds", "1",
+         "--held-out-seeds", "2"]  # fmt: skip
+OWNER = ["--model", "demo", "--device", "cpu (2 threads)"]
+
+
+@pytest.fixture(autouse=True)
+def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"PACELINE_{name.upper()}", raising=False)
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path}/p.db"
+    monkeypatch.setenv("PACELINE_DB", url)
+    return url
+
+
+def run(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output + result.stderr
+    assert "Traceback" not in result.output + result.stderr
+    return result
+
+
+def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path) -> None:
+    said = run("tune", "mine", *QUICK, *OWNER, "--trials", "4").output
+    made = read_profile(tmp_path / "mine.yaml")
+    verdict = made.judged.verdict
+    assert f"{verdict}: {made.judged.statement}".split()[0] in said
+    after, before = made.judged.after["attainment"], made.judged.before["attainment"]
+    # More seats than the defaults have is what this traffic wants.
+    assert made.settings.max_num_seqs > DEFAULTS.max_num_seqs
+    assert verdict == "better"
+    assert after.mean > before.mean
+    assert made.provenance.num_trials == 4
+    with ProfileStore.open_reader(url) as store:
+        record = store.profile("mine")
+        assert record is not None
+        assert record.document == made.to_json()
+        trials = store.trials("mine.study")
+    assert [trial.trial_no for trial in trials] == [0, 1, 2, 3]
+    assert trials[0].settings == DEFAULTS.to_json()
+
+    assert "mine" in run("profile", "list").output
+    (listed,) = json.loads(run("profile", "list", "--json").output)
+    assert (listed["name"], listed["is_active"]) == ("mine", False)
+    assert "cpu (2 threads)" in run("profile", "show", "mine").output
+    assert json.loads(run("profile", "show", "mine", "--json").output) == made.to_json()
+    assert run("profile", "export", "mine").output == (tmp_path / "mine.yaml").read_text()
+    run("profile", "export", "mine", "--out", "copy.yaml")
+    assert read_profile(tmp_path / "copy.yaml") == made
+
+    shown = json.loads(run("serve", "--profile", "mine", "--print-settings").output)
+    assert shown["max_num_seqs"] == made.settings.max_num_seqs
+    assert json.loads(run("serve", "--print-settings").output)["profile"] is None
+    run("profile", "activate", "mine")
+    shown = json.loads(run("serve", "--print-settings").output)
+    assert (shown["profile"], shown["max_num_seqs"]) == ("mine", made.settings.max_num_seqs)
+    shown = json.loads(run("serve", "--max-num-seqs", "5", "--print-settings").output)
+    assert (shown["profile"], shown["max_num_seqs"]) == ("mine", 5)
+    shown = json.loads(run("serve", "--profile", "none", "--print-settings").output)
+    assert shown["max_num_seqs"] == DEFAULTS.max_num_seqs
+    shown = json.loads(run("serve", "./other", "--print-settings").output)
+    assert shown["profile"] is None
+    refused = run("serve", "./other", "--profile", "mine", code=2).stderr
+    assert "belongs to model 'demo', this server's is './other'" in refused
+    run("profile", "deactivate", "mine")
+    assert json.loads(run("serve", "--print-settings").output)["profile"] is None
+
+
+def test_the_same_command_twice_makes_the_same_profile_and_tries_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("tune", "a", *QUICK, "--trials", "2", "--study", "one")
+    first = read_profile(tmp_path / "a.yaml")
+    monkeypatch.setattr(job, "_try_next", None)
+    run("tune", "a", *QUICK, "--trials", "2", "--study", "one")
+    again = read_profile(tmp_path / "a.yaml")
+    assert (again.settings, again.judged) == (first.settings, first.judged)
+
+
+def test_a_profile_of_nobody_is_made_and_said_to_be_useless_to_servers(tmp_path: Path) -> None:
+    result = run("tune", "free", *QUICK, "--trials", "1")
+    assert "--model and --device" in " ".join(result.stderr.split())
+    refused = run("serve", "--profile", "free", "--print-settings", code=2).stderr
+    assert "belongs to no model and device" in refused
+    assert "belongs to no model" in run("profile", "activate", "free", code=2).stderr
+
+
+def test_only_better_writes_nothing_that_is_not(tmp_path: Path) -> None:
+    easy = ["--generate", "poisson:rate=2,duration=4,prompt=8,output=2,classes=chat:1"]
+    result = run("tune", "x", *QUICK, *easy, "--trials", "2", "--only-better", code=1)
+    assert "Nothing better than the shipped defaults" in " ".join(result.output.split())
+    assert "x.yaml is not written" in result.stderr
+    assert not (tmp_path / "x.yaml").exists()
+    run("profile", "show", "x", code=2)
+
+
+def test_an_interruption_says_how_to_go_on_and_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = job.__dict__["run_scene"], iter(range(100))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "run_scene", interrupted)
+        result = run("tune", "mine", *QUICK, "--trials", "3", code=130)
+    assert "interrupted after 2 of 3 trials; mine.study keeps them" in result.stderr
+    assert not (tmp_path / "mine.yaml").exists()
+    run("tune", "mine", *QUICK, "--trials", "3")
+    assert read_profile(tmp_path / "mine.yaml").provenance.num_trials == 3
+    other = run("tune", "mine", *QUICK, "--trials", "3", "--seed", "9", code=2).stderr
+    assert "mine.study" in other
+    assert "name another file" in other
+
+
+def test_a_running_server_keeps_the_row_out_and_the_file_is_written(
+    url: str, tmp_path: Path
+) -> None:
+    run("db", "upgrade")
+    server = Database.open_writer(url)
+    try:
+        result = run("tune", "mine", *QUICK, *OWNER, "--trials", "1")
+    finally:
+        server.close()
+    assert "not in the database" in result.stderr
+    assert "paceline profile activate ./mine.yaml" in " ".join(result.stderr.split())
+    said = run("profile", "activate", "./mine.yaml")
+    assert "servers of demo start with mine" in said.output
+    # One trial finds nothing, and whoever activates it is told.
+    assert "Nothing better" in said.stderr
+    assert json.loads(run("serve", "--print-settings").output)["profile"] == "mine"
+
+
+def test_settings_that_differ_are_shown(tmp_path: Path) -> None:
+    run("tune", "a", *QUICK, *OWNER, "--trials", "1")
+    assert "no setting differs" in run("profile", "diff", "a").output
+    text = (tmp_path / "a.yaml").read_text().replace("pace: 0.95", "pace: 0.75", 1)
+    (tmp_path / "b.yaml").write_text(text.replace("name: a", "name: b", 1))
+    changes = json.loads(run("profile", "diff", "./b.yaml", "a", "--json").output)
+    assert changes == {"pace": {"a": 0.95, "./b.yaml": 0.75}}
+    assert "0.75" in run("profile", "diff", "./b.yaml").output
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["a b", *QUICK], "name must be letters"),
+        (["x"], "one of --trace, --generate and --run"),
+        (["x", *QUICK, "--run", "latest"], "one of --trace, --generate and --run"),
+        (["x", *QUICK, "--knob", "speed"], "'speed' is no knob; there are pace"),
+        (["x", *QUICK, "--hardware", "abacus"], "abacus"),
+        (["x", *QUICK, "--out", "no/such/x.yaml"], "no directory no/such"),
+        (["x", *QUICK, "--study", "no/such/x"], "no directory no/such"),
+        (["x", "--generate", "poisson:rat=1"], "rat is unknown"),
+        (["x", "--generate", TRAFFIC], "'chat'"),
+        (["x", "--trace", "nowhere.csv"], "nowhere.csv"),
+        (["x", *QUICK, "--slo-class", "a:ttft=1"], "unknown key 'ttft'"),
+        (["x", "--run", "latest"], "no database"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> None:
+    result = run("tune", *words, code=2)
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert line.startswith("paceline: error: ")
+    assert names in line
+
+
+def test_profiles_that_are_not_there_or_not_usable(tmp_path: Path) -> None:
+    assert "no database" in run("profile", "list", code=2).stderr
+    run("db", "upgrade")
+    assert "`paceline tune` makes them" in run("profile", "list", code=1).stderr
+    assert "no profile 'x' in the database" in run("profile", "show", "x", code=1).stderr
+    assert "not active" in run("profile", "deactivate", "x", code=1).stderr
+    (tmp_path / "bad.yaml").write_text("format: 1\n")
+    assert "name is missing" in run("profile", "activate", "bad.yaml", code=2).stderr
+    assert "no profile 'x'" in run("serve", "--profile", "x", code=2).stderr
+    assert "No such file" in run("serve", "--profile", "./x.yaml", code=2).stderr
+
+
+@pytest.mark.parametrize("words", [["tune", "--help"], ["profile", "--help"]])
+def test_help_names_the_ways_to_go_on(words: list[str]) -> None:
+    text = run(*words).output
+    assert ("--generate" in text) == (words[0] == "tune")
+    assert ("activate" in text) == (words[0] == "profile")
