@@ -23,6 +23,8 @@ def print_report(report: Report) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if about["hardware"]["source"]:
+        console.print(about["hardware"]["source"], markup=False, soft_wrap=True)
     console.print(_by_load(report))
     if any(len(point.classes) > 1 for policy in report.curves for point in policy.points):
         console.print(_by_class(report))

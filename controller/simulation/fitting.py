@@ -8,11 +8,12 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from controller.simulation.hardware import (
     BUILT_IN,
@@ -25,6 +26,8 @@ from costmodel.fields import SnapshotError, read_mapping
 from costmodel.nonneg import solve_nonnegative
 from costmodel.snapshot import SnapshotKey, load_model
 
+BoolArray = npt.NDArray[np.bool_]
+
 _COLUMNS: Final = (
     "model", "hardware", "tensor_parallel", "prompt_size", "batch_size", "token_size",
     "prompt_time", "token_time",
@@ -33,6 +36,7 @@ _MAX_ROUNDS: Final = 20
 # By how much one more plane must lessen the error to be worth it.
 _LEAST_GAIN: Final = 0.1
 _RIDGE: Final = 1e-9
+_LEAST_SHARE: Final = 0.5
 # E|N(0, σ)| = σ·√(2/π): from a mean absolute error to the σ of a log-normal factor.
 _SIGMA_OF_MAE: Final = math.sqrt(math.pi / 2.0)
 _MAX_NOISE: Final = 0.3
@@ -42,13 +46,15 @@ _MAX_NOISE: Final = 0.3
 class FittedProfile:
     """A profile and how far it is from what was measured, as shares of the measured seconds.
 
-    `num_points` distinct steps were fitted, each the median of its repeats; `num_samples` counts
-    the measurements.
+    `num_points` distinct steps were fitted, each the median of its repeats; `num_left_out` took
+    less than half of what a step with no more work of any kind took, and were not believed.
+    `num_samples` counts the measurements.
     """
 
     profile: HardwareProfile
     num_samples: int
     num_points: int
+    num_left_out: int
     mape: float
     p90_error: float
     max_error: float
@@ -67,7 +73,8 @@ def fit_profile(
     repeats, degree = _read(path, model, hardware, tensor_parallel)
     features = np.array(list(repeats), dtype=np.float64)
     seconds = np.array([float(np.median(values)) for values in repeats.values()])
-    planes = _fit_planes(features, seconds)
+    is_sound = _is_sound(features, seconds)
+    planes = _fit_planes(features[is_sound], seconds[is_sound])
     name = f"{model}-{hardware}-tp{degree}"
     spread = [
         abs(value / middle - 1.0)
@@ -75,12 +82,14 @@ def fit_profile(
         for value in values
     ]
     noise = min(_MAX_NOISE, _SIGMA_OF_MAE * float(np.mean(spread)))
-    profile = HardwareProfile(name, planes, noise, source=f"fitted to {path.name}")
-    errors = np.abs(profile.seconds_of(features) / seconds - 1.0)
+    profile = HardwareProfile(name, planes, noise)
+    errors = np.abs(profile.seconds_of(features) / seconds - 1.0)[is_sound]
+    source = f"fitted to {path.name}: mean error {errors.mean():.1%}, largest {errors.max():.0%}"
     return FittedProfile(
-        profile,
+        replace(profile, source=source),
         num_samples=sum(map(len, repeats.values())),
-        num_points=len(repeats),
+        num_points=len(errors),
+        num_left_out=len(repeats) - len(errors),
         mape=float(errors.mean()),
         p90_error=float(np.quantile(errors, 0.9)),
         max_error=float(errors.max()),
@@ -180,6 +189,13 @@ def _positive(row: Mapping[str, Any], column: str, where: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise HardwareError(f"{where}: {column} must be positive and finite, got {value}")
     return value
+
+
+def _is_sound(features: FloatArray, seconds: FloatArray) -> BoolArray:
+    """Which steps do not contradict another: more work cannot take less than half the time."""
+    has_no_more = (features[None, :, :] <= features[:, None, :]).all(axis=2)
+    too_fast = has_no_more & (seconds[:, None] < _LEAST_SHARE * seconds[None, :])
+    return np.asarray(~too_fast.any(axis=1), dtype=np.bool_)
 
 
 def _fit_planes(features: FloatArray, seconds: FloatArray) -> tuple[tuple[float, ...], ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from controller.simulation.fitting import fit_profile, profile_of_snapshot
+from controller.simulation.fitting import fit_profile, hardware_of, profile_of_snapshot
 from controller.simulation.hardware import A100_8B, H100_70B, Device, HardwareError
 from costmodel.features import StepFeatures
 from costmodel.prior import fit_prior
@@ -49,9 +50,21 @@ def test_a_table_made_by_a_formula_gives_the_formula_back(tmp_path: Path) -> Non
     assert (fitted.num_samples, fitted.num_points) == (48, 48)
     assert fitted.max_error < 0.02
     assert fitted.mape <= fitted.p90_error <= fitted.max_error
+    assert fitted.profile.source.startswith("fitted to table.csv: mean error 0.")
     # What no row of the table held: a chunk behind a past, beside decodes.
     mixed = StepFeatures(512.0, 16.0, 16_000.0, 512.0 * 1024, 512.0**2, 1.0)
     assert fitted.profile.seconds(mixed) == pytest.approx(ACCELERATOR.latency_s(mixed), rel=0.05)
+
+
+def test_a_row_that_contradicts_the_others_is_not_believed(tmp_path: Path) -> None:
+    path = measured(tmp_path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("m,chip,4096,16,128,300,20,1\n")
+    fitted = fit_profile(path, "m", "chip", 1)
+    # Twice the prompts in an eighth of the time; its decodes are plausible.
+    assert fitted.num_left_out == 1
+    assert fitted.num_points == 49
+    assert fitted.mape < 0.02
 
 
 def test_the_largest_degree_of_parallelism_is_taken_unless_one_is_named(tmp_path: Path) -> None:
@@ -124,6 +137,16 @@ def test_a_learnt_model_becomes_the_machine_it_learnt_from() -> None:
     assert 0.01 < profile.noise < 0.1
     assert Device(profile, 0).step_s(StepFeatures(*rows[0]), 0.0) > 0
     assert profile.name == "demo-cpu"
+
+
+def test_a_snapshot_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    document = dump_model(fit_prior([]), KEY)
+    path.write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+    assert hardware_of(str(path)) == profile_of_snapshot(document)
+    path.write_text(json.dumps(document | {"kind": "guess"}), encoding="utf-8")
+    with pytest.raises(HardwareError, match=r"snapshot\.json: kind"):
+        hardware_of(str(path))
 
 
 def test_a_broken_snapshot_is_refused_by_the_name_of_its_field() -> None:
