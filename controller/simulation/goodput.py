@@ -74,10 +74,13 @@ def mean_curve(points: Iterable[LoadPoint]) -> list[LoadPoint]:
     return [LoadPoint(rate, sum(v) / len(v)) for rate, v in sorted(by_rate.items())]
 
 
-def crossovers(first: Sequence[LoadPoint], second: Sequence[LoadPoint]) -> list[float]:
+def crossovers(
+    first: Sequence[LoadPoint], second: Sequence[LoadPoint], least_lead: float = 0.0
+) -> list[float]:
     """Return the rates at which two curves over the same rates change places, interpolated.
 
     Rates that only one of them has are left out; curves that touch without crossing do not cross.
+    Whoever is ahead by no more than `least_lead` does not lead.
     """
     theirs = {point.rate: point.attainment for point in mean_curve(second)}
     gaps = [
@@ -86,7 +89,7 @@ def crossovers(first: Sequence[LoadPoint], second: Sequence[LoadPoint]) -> list[
         if point.rate in theirs
     ]
     # Where they agree nobody leads: the crossing is between the last lead and the next one.
-    leads = [(rate, gap) for rate, gap in gaps if gap != 0.0]
+    leads = [(rate, gap) for rate, gap in gaps if abs(gap) > least_lead]
     return [
         a_rate + a_gap / (a_gap - b_gap) * (b_rate - a_rate)
         for (a_rate, a_gap), (b_rate, b_gap) in itertools.pairwise(leads)

@@ -15,6 +15,8 @@ from controller.simulation.sweep import SweepRow
 
 LEVELS: Final = (0.9, 0.99)
 REPORT_FORMAT: Final = 1
+# Two policies that both keep nearly everybody change places by luck.
+_LEAST_LEAD: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,5 +234,5 @@ def _of(values: Iterable[float], function: Callable[[list[float]], float]) -> fl
 def _crossovers(policies: Sequence[PolicyReport]) -> Iterable[Crossover]:
     """Every pair in which one of the two is the first policy: the one that is being judged."""
     for other in policies[1:]:
-        for rate in crossovers(policies[0].curve, other.curve):
+        for rate in crossovers(policies[0].curve, other.curve, _LEAST_LEAD):
             yield Crossover(policies[0].policy, other.policy, rate)

@@ -247,4 +247,6 @@ def test_curves_cross_where_they_change_places() -> None:
     second = points((1.0, 0.9), (2.0, 0.9), (3.0, 0.9), (4.0, 0.6))
     assert crossovers(first, second) == [pytest.approx(2.0), pytest.approx(3.5)]
     assert crossovers(first, first) == []
+    # Ahead by ten points is no lead where it takes more than that: nobody leads at all.
+    assert crossovers(first, second, least_lead=0.11) == []
     assert crossovers(first, points((1.0, 0.9), (9.0, 1.0))) == []
