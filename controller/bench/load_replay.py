@@ -19,9 +19,14 @@ from controller.bench.load_history import (
 from controller.bench.load_measures import EVERYBODY, Outcome
 from controller.bench.load_rounds import LoadResult, LoadSession
 from controller.policy.policies import make_planner
-from controller.simulation.hardware import HardwareProfile
+from controller.simulation.hardware import HardwareError, HardwareProfile
 from controller.simulation.measures import Percentiles
-from controller.simulation.run import PlannerParts, SimulationConfig, simulate
+from controller.simulation.run import (
+    PlannerParts,
+    SimulationConfig,
+    SimulationError,
+    simulate,
+)
 from costmodel.features import Regime, StepFeatures
 from engine.ports import EngineView, Planner
 from engine.step import StepPlan, WorkKind
@@ -103,7 +108,8 @@ def replay(
 ) -> Replayed:
     """Simulate every valid run of `session` on its own server's machine and compare.
 
-    `history_of` returns a run's server life; its ReplayError becomes a problem of that run.
+    `history_of` returns a run's server life. What cannot be read, fitted or simulated becomes a
+    problem of that run.
     """
     valid = [result for result in session.results if result.numbers is not None]
     pairs: dict[tuple[str, float], list[_Pair]] = {}
@@ -119,7 +125,7 @@ def replay(
                 fitted[turn] = history, fit_machine(history.steps, result.key)
                 machines[f"round {result.round_no + 1}, {result.key}"] = fitted[turn][1].to_json()
             pair = _simulated(session, result, *fitted[turn])
-        except ReplayError as error:
+        except (ReplayError, HardwareError, SimulationError) as error:
             problems.append(
                 f"{result.label} at {result.rate:.2f}/s, round {result.round_no + 1}: {error}"
             )
@@ -154,6 +160,8 @@ def _simulated(
         engine=history.engine,
         classes=tuple(session.calibration.classes(session.terms.traffic.classes).values()),
         seed=session.terms.seed + result.round_no,
+        # As the service does: its model learns from every step and is refitted to a window of them.
+        learner="refitted",
         planner=history.settings.planner,
         max_tokens=None,
     )

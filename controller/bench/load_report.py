@@ -87,6 +87,23 @@ def render_latencies(rows: Iterable[LoadRow]) -> Table:
     return table
 
 
+def render_deciles(rows: Sequence[LoadRow]) -> Table:
+    """Return what was kept of each tenth of the requests by prompt length, in percent."""
+    title = (
+        "Kept by prompt length, % (tenths of the offered requests of all rounds, shortest first)"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("offered/s", justify="right")
+    table.add_column("policy", no_wrap=True)
+    # Every policy gets the same prompts: the tenths end at the same lengths, rate by rate.
+    for number in range(max((len(row.deciles) for row in rows), default=0)):
+        table.add_column(str(number + 1), justify="right")
+    for row in rows:
+        shares = [f"{100 * each.attainment:.0f}" for each in row.deciles]
+        table.add_row(f"{row.rate:.2f}", row.label, *shares, end_section=row.key == rows[-1].key)
+    return table
+
+
 def render_notes(session: LoadSession, rows: Iterable[LoadRow]) -> list[str]:
     """Return what the tables cannot say: goodput, refusals, lateness, invalid runs."""
     notes = []

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from controller.bench.load_measures import EVERYBODY, GroupNumbers, LoadNumbers
+from controller.bench.load_measures import EVERYBODY, GroupNumbers, LoadNumbers, Outcome
 from controller.bench.load_rounds import LoadResult, LoadSession
 from controller.bench.report import Spread
 from controller.simulation.goodput import Goodput, LoadPoint, goodput
-from controller.simulation.measures import Percentiles
+from controller.simulation.measures import NUM_DECILES, Percentiles
 
 STATIC_PREFIX: Final = "static-"
 LEVELS: Final = (0.9, 0.99)
@@ -54,12 +54,24 @@ class ClassRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Decile:
+    """A tenth of the offered requests of all rounds by prompt length, shortest first.
+
+    `longest_prompt` is in tokens, `attainment` a share of the offered ones.
+    """
+
+    longest_prompt: int
+    num_offered: int
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRow:
     """One policy at one rate (requests per second) over all rounds; `groups` has everybody first.
 
     `goodput` counts requests per second that met every target; `goodput_vs_static` compares with
     the best static budget of the same rate and round, `best_static` names it (None = none valid).
-    `groups` and all numbers are empty or None without a valid round.
+    Groups, deciles and numbers are empty or None without a valid round.
     """
 
     key: str
@@ -72,6 +84,7 @@ class LoadRow:
     best_static: str | None
     late_p99_s: Spread | None
     groups: tuple[ClassRow, ...]
+    deciles: tuple[Decile, ...]
 
 
 def rows_of(session: LoadSession) -> list[LoadRow]:
@@ -138,6 +151,23 @@ def _row(
         best_static=best,
         late_p99_s=Spread.of([numbers.late_s.p99 for _, numbers in valid]),
         groups=tuple(_class_row(name, valid, reference) for name in names),
+        deciles=_deciles(
+            [o for each in results if each.numbers is not None for o in each.outcomes]
+        ),
+    )
+
+
+def _deciles(outcomes: Sequence[Outcome]) -> tuple[Decile, ...]:
+    """Return tenths of as equal sizes as can be; fewer where there are fewer than ten requests."""
+    ordered = sorted(outcomes, key=lambda each: each.num_prompt_tokens)
+    parts = [
+        ordered[len(ordered) * tenth // NUM_DECILES : len(ordered) * (tenth + 1) // NUM_DECILES]
+        for tenth in range(NUM_DECILES)
+    ]
+    return tuple(
+        Decile(part[-1].num_prompt_tokens, len(part), sum(o.is_kept for o in part) / len(part))
+        for part in parts
+        if part
     )
 
 

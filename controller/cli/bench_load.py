@@ -28,6 +28,7 @@ from controller.bench.load_replay import Replayed, replay
 from controller.bench.load_report import (
     render_agreement,
     render_attainment,
+    render_deciles,
     render_latencies,
     render_notes,
     render_replay_notes,
@@ -268,6 +269,7 @@ def _print(session: LoadSession, replayed: Replayed | None, model: str) -> None:
     console = wide_console()
     console.print(render_attainment(session, rows, title))
     console.print(render_latencies(rows))
+    console.print(render_deciles(rows))
     for note in render_notes(session, rows):
         console.print(note, markup=False, soft_wrap=True)
     if replayed is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.bench import load_replay
 from controller.bench.client import StreamClient
 from controller.bench.load_history import (
     MIN_STEPS,
@@ -33,6 +34,7 @@ from controller.bench.load_rounds import (
 from controller.bench.load_traffic import LoadTraffic
 from controller.config import Settings
 from controller.simulation.measures import Percentiles
+from controller.simulation.run import SimulationError
 from costmodel.features import Regime, StepFeatures
 from tests.controller.bench_load_double import (
     DECODE_S,
@@ -165,6 +167,21 @@ def test_a_server_that_left_nothing_is_a_problem_not_a_crash(
     assert nothing.agreements == ()
     assert len(nothing.problems) == len(session.results)
     assert render_replay_notes(nothing)[0] == "not simulated: slo at 0.80/s, round 1: gone"
+
+
+def test_what_cannot_be_simulated_is_a_problem_too(
+    session: LoadSession, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*_: object, **__: object) -> None:
+        raise SimulationError("the policy finds no work for 3 requests that wait")
+
+    monkeypatch.setattr(load_replay, "simulate", stuck)
+    nothing = replay(session, lambda result: history(folder, result))
+    assert nothing.agreements == ()
+    assert len(nothing.problems) == len(session.results)
+    assert "static-128 at 1.40/s, round 1: the policy finds no work" in nothing.problems[-1]
+    # The machine was found all the same.
+    assert list(nothing.machines) == ["round 1, slo", "round 1, static-128"]
 
 
 def test_few_steps_are_too_few() -> None:

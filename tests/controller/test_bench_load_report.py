@@ -12,6 +12,7 @@ from rich.table import Table
 from controller.bench.load_measures import Fate, Outcome, numbers_of
 from controller.bench.load_report import (
     render_attainment,
+    render_deciles,
     render_latencies,
     render_notes,
     to_json,
@@ -177,6 +178,31 @@ def test_the_table_of_promises() -> None:
     assert kept[3:] == ["65 (60–70)", "40 (30–50)", "25"]
     assert cells(table, headings.index("long, %"))[3] == "–"
     assert cells(table, headings.index("vs best static"))[3:5] == ["1.70× (1.40–2.00)", "–"]
+
+
+def test_what_was_kept_by_prompt_length() -> None:
+    def of_length(num_tokens: int, *, is_kept: bool) -> Outcome:
+        return replace(SERVED, num_prompt_tokens=num_tokens, is_kept=is_kept)
+
+    # Whatever order they arrive in: the shortest two of twenty are a tenth.
+    short = [of_length(n, is_kept=True) for n in range(10, 1, -1)]
+    long = [of_length(100 * n, is_kept=n % 2 == 0) for n in range(1, 12)]
+    rows = rows_of(session(result(0, "slo", 1.0, [*long[:5], *short, *long[5:]])))
+    (row,) = rows
+    assert [each.num_offered for each in row.deciles] == [2] * 10
+    assert [each.longest_prompt for each in row.deciles[:5]] == [3, 5, 7, 9, 100]
+    assert [each.attainment for each in row.deciles] == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    table = render_deciles(rows)
+    assert [cells(table, column)[0] for column in (1, 2, 6)] == ["SLO", "100", "50"]
+
+
+def test_few_requests_make_fewer_tenths() -> None:
+    (row,) = rows_of(session(result(0, "slo", 1.0, mix(2, 1))))
+    assert [each.num_offered for each in row.deciles] == [1, 1, 1]
+    broken = Violation(ViolationKind.FAILED_REQUEST, "x")
+    (row,) = rows_of(session(result(0, "slo", 1.0, mix(2, 1), broken)))
+    assert row.deciles == ()
+    assert len(render_deciles([row]).columns) == 2
 
 
 def test_latencies_in_milliseconds() -> None:
