@@ -20,7 +20,7 @@ from controller.cli.database import DbOption
 from controller.cli.progress import StartupProgress
 from controller.cli.simulate_stored import StoredRun, keep_arrivals, open_run
 from controller.cli.simulate_view import print_report
-from controller.cli.simulate_words import loads_of, planner_config, seeds_of
+from controller.cli.simulate_words import changed_machine, loads_of, planner_config, seeds_of
 from controller.config import DEFAULT_DB_URL, parse_slo_class
 from controller.policy.lengths import OutputLengths
 from controller.policy.policies import POLICY_NAMES, make_planner
@@ -100,6 +100,10 @@ def simulate(
     ] = None,
     noise: Annotated[
         float | None, _option(_MACHINE, "Size of the noise instead of the machine's own.", min=0)
+    ] = None,
+    slowdown: Annotated[
+        list[str] | None,
+        _option(_MACHINE, "START:END:FACTOR: steps between two seconds take so much longer."),
     ] = None,
     max_model_len: Annotated[
         int | None, _option(_MACHINE, "Context in tokens; longer requests are cut.", min=2)
@@ -206,8 +210,7 @@ def simulate(
             is_by_length=mix_by_length,
         )
         machine = _machine(hardware, stored)
-        if noise is not None:
-            machine = dataclasses.replace(machine, noise=noise)
+        machine = changed_machine(machine, noise, slowdown or [])
         limits = {
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,

@@ -9,7 +9,24 @@ import dataclasses
 from typing import Any
 
 from controller.policy.settings import PolicyConfig
+from controller.simulation.hardware import HardwareProfile, Slowdown
 from controller.workload.arrivals import Workload
+
+
+def changed_machine(
+    machine: HardwareProfile, noise: float | None, slowdowns: list[str]
+) -> HardwareProfile:
+    """Return the machine with another noise, and with slowdowns (`60:120:2`) beside its own."""
+    found = [*machine.slowdowns]
+    for text in slowdowns:
+        try:
+            start_s, end_s, factor = map(float, text.split(":"))
+        except ValueError:
+            raise ValueError(f"--slowdown must be START:END:FACTOR, got {text!r}") from None
+        found.append(Slowdown(start_s, end_s, factor))
+    if noise is not None:
+        machine = dataclasses.replace(machine, noise=noise)
+    return dataclasses.replace(machine, slowdowns=tuple(found))
 
 
 def planner_config(pairs: list[str]) -> PolicyConfig:

@@ -77,6 +77,7 @@ def test_a_trace_at_given_rates_on_hardware_from_a_file(tmp_path: Path) -> None:
     code, text = paceline(
         "--trace", str(trace), "--hardware", str(hardware), "--rate", "0.5,2", "--workers", "1",
         "--policy", "whole", "--slo-class", "default:ttft_ms=5000", "--noise", "0",
+        "--slowdown", "5:10:1.5",
         "--max-num-seqs", "4", "--no-enable-prefix-caching", "--learner", "oracle",
         "--client-max-tokens", "0", "--planner", "pace=0.9", "--out", str(tmp_path / "out"),
     )  # fmt: skip
@@ -87,6 +88,7 @@ def test_a_trace_at_given_rates_on_hardware_from_a_file(tmp_path: Path) -> None:
     about = report["about"]
     assert about["hardware"]["name"] == "cpu-demo"
     assert about["hardware"]["noise"] == 0
+    assert about["hardware"]["slowdowns"] == [{"start_s": 5.0, "end_s": 10.0, "factor": 1.5}]
     assert about["engine"]["max_num_seqs"] == 4
     assert about["engine"]["is_prefix_cache_enabled"] is False
     assert about["planner"]["pace"] == 0.9
@@ -112,6 +114,8 @@ def test_a_trace_at_given_rates_on_hardware_from_a_file(tmp_path: Path) -> None:
         ([*STEADY, "--load", "fast"], "--load must be numbers"),
         ([*STEADY, "--load", "0"], "--load must be positive"),
         ([*STEADY, "--load", "1", "--rate", "2"], "give --load or --rate"),
+        ([*STEADY, "--slowdown", "5:10"], "--slowdown must be START:END:FACTOR, got '5:10'"),
+        ([*STEADY, "--slowdown", "5:1:2"], "end_s of a slowdown must be after start_s"),
         ([*STEADY, "--seeds", "many"], "--seeds must be a number"),
         ([*STEADY, "--seeds", "0"], "--seeds must be at least 1"),
         ([*STEADY, "--max-num-seqs", "9999"], "max_num_seqs (9999) must not exceed"),
