@@ -76,6 +76,11 @@ class TelemetryReader:
             raise
         return cls(database)
 
+    @property
+    def database(self) -> Database:
+        """The open database, for other readers of it; it is closed with this one."""
+        return self._database
+
     def close(self) -> None:
         """Close every connection."""
         self._database.close()

@@ -19,6 +19,7 @@ from controller.api.guards import ArrivalStamp, BodyLimit, KeyGuard
 from controller.api.inference import inference_router
 from controller.api.metrics import metrics_router
 from controller.api.models import models_router
+from controller.api.profiles import profiles_router
 from controller.api.reference import reference_router
 from controller.api.responses import ChatChunk
 from controller.api.system import system_router
@@ -27,6 +28,7 @@ from controller.policy.slo import SloClass
 from controller.runtime.generation import InferenceService
 from controller.runtime.metrics import Metrics
 from engine.clock import Clock, MonotonicClock
+from store.profiles import ProfileStore
 from store.queries import TelemetryReader
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -46,9 +48,9 @@ def create_app(
 ) -> FastAPI:
     """Return the application for a service; ValueError if `default_class` is not among the classes.
 
-    `api_key` guards every route but `/health`, `/ready` and `/ping`. `/telemetry` is there with a
-    reader, `/metrics` with metrics. `lenient_slo` ignores and counts malformed targets. `clock`
-    dates the answers.
+    `api_key` guards every route but `/health`, `/ready` and `/ping`. `/telemetry` and `/profiles`
+    are there with a reader, `/metrics` with metrics. `lenient_slo` ignores and counts malformed
+    targets. `clock` dates the answers.
     """
     classes = {"default": SloClass("default")} if slo_classes is None else dict(slo_classes)
     if default_class not in classes:
@@ -86,6 +88,7 @@ def create_app(
         app.include_router(metrics_router(metrics.registry))
     if telemetry_reader is not None:
         app.include_router(telemetry_router(telemetry_reader))
+        app.include_router(profiles_router(ProfileStore(telemetry_reader.database)))
     _correct_description(app)
     app.include_router(reference_router(app.openapi))
     return app

@@ -1,0 +1,50 @@
+"""A profile meets the engine that was loaded: it is written down, or refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.config import Settings, load_settings
+from controller.runtime.tuned_for import TunedFor
+from controller.runtime.wiring import StartupError, build_runtime
+from tests.tiny_llama import save_tiny_llama
+
+pytestmark = pytest.mark.device
+
+SILENT: Any = lambda *_: None  # noqa: E731 - nobody looks
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"PACELINE_{name.upper()}", raising=False)
+    monkeypatch.chdir(tmp_path)
+    save_tiny_llama(tmp_path / "model", num_words=60, vocab_size=64, max_len=256)
+    flags = {
+        "model": str(tmp_path / "model"), "served_model_name": "tiny", "is_warmup_enabled": False,
+        "kv_cache_memory_bytes": 1_000_000, "db": f"sqlite:///{tmp_path}/p.db",
+    }  # fmt: skip
+    return load_settings(flags, None, {"max_num_seqs": 7, "planner": {"pace": 0.75}})
+
+
+def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Settings) -> None:
+    runtime = build_runtime(settings, SILENT)
+    device = runtime.engine.device_name
+    runtime.close()
+    owner = TunedFor("mine", "tiny", device, "float32", "reference")
+    runtime = build_runtime(settings, SILENT, owner)
+    try:
+        assert runtime.engine_config.max_num_seqs == 7
+        (run, before) = runtime.reader.runs()
+        assert (run["profile"], before["profile"]) == ("mine", None)
+        assert run["settings"]["planner"]["pace"] == 0.75
+    finally:
+        runtime.close()
+    with pytest.raises(StartupError, match=r"--profile: profile 'mine' belongs to device 'cuda"):
+        build_runtime(settings, SILENT, replace(owner, device="cuda (another)"))
+    with pytest.raises(StartupError, match="belongs to attention backend 'flash_attn'"):
+        build_runtime(settings, SILENT, replace(owner, attention_backend="flash_attn"))
