@@ -165,7 +165,7 @@ def test_a_commit_whose_answer_got_lost_is_not_written_twice(
     assert writer.close()
     assert writer.stats().num_dropped_by_reason == {}
     once = dict.fromkeys(("run", "step", "step_work", "request", "event", "model_snapshot"), 1)
-    assert count_rows(url) == once
+    assert {name: number for name, number in count_rows(url).items() if number} == once
 
 
 def test_the_thread_gives_up_a_dead_database_when_it_is_closed(
