@@ -10,12 +10,15 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from controller.cli.output import out_folder_exists, progress_bar, wide_console
 from engine.clock import MonotonicClock
+
+if TYPE_CHECKING:
+    from controller.bench.costmodel_steps import StepSeries
 
 
 def costmodel(
@@ -62,7 +65,6 @@ def costmodel(
     from controller.bench.costmodel_steps import (
         DEVICES,
         SourceError,
-        StepSeries,
         measured_series,
         synthetic_series,
     )
@@ -118,8 +120,8 @@ def costmodel(
         out.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _stored(db: str | None, run: str) -> Any:
-    """Return the series of a stored run; exits with a line if there is none."""
+def _stored(db: str | None, run: str) -> StepSeries:
+    """Return the series of a stored run; SourceError if there is none."""
     from controller.bench.costmodel_steps import SourceError, stored_series
     from store.errors import StoreError
     from store.queries import TelemetryReader
@@ -140,7 +142,7 @@ def _stored(db: str | None, run: str) -> Any:
         raise SourceError(f"--db: {exc}") from exc
 
 
-def _recorded(path: Path, model: str, duration_s: float, seed: int) -> Any:
+def _recorded(path: Path, model: str, duration_s: float, seed: int) -> StepSeries:
     """Serve `model` under a mixed load, with `path` as its database, and return its steps."""
     from controller.bench.client import LoadClient, open_http
     from controller.bench.costmodel_load import send_mixed
