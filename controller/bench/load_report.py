@@ -89,9 +89,7 @@ def render_latencies(rows: Iterable[LoadRow]) -> Table:
 
 def render_deciles(rows: Sequence[LoadRow]) -> Table:
     """Return what was kept of each tenth of the requests by prompt length, in percent."""
-    title = (
-        "Kept by prompt length, % (tenths of the offered requests of all rounds, shortest first)"
-    )
+    title = "Kept by prompt length, % (tenths, shortest first)"
     table = Table(title=title, title_justify="left")
     table.add_column("offered/s", justify="right")
     table.add_column("policy", no_wrap=True)
