@@ -66,7 +66,7 @@ class EngineLoop:
             phase: {} for phase in RequestPhase if phase is not RequestPhase.FINISHED
         }
         self._ended: dict[str, Request] = {}
-        self._step_no = 0
+        self._step_no = self._num_arrived = 0
         self._previous_end_at: float | None = None
         self._is_draining = False
 
@@ -138,6 +138,7 @@ class EngineLoop:
     def _take_arrivals(self) -> None:
         while self._arrivals:
             request = self._arrivals.popleft()
+            self._num_arrived = request.arrival_no = self._num_arrived + 1
             self._requests[request.request_id] = request
             self._by_phase[RequestPhase.WAITING][request.request_id] = request
             self._memory.watch(request)

@@ -91,7 +91,8 @@ class Request:
     to host memory. `block_hashes` names each full block of known tokens, as far as computed;
     `cache_salt` keeps requests apart that must not share. `num_cached_tokens` is what the prefix
     cache spared when the request first started. `num_scored_tokens` counts the prompt tokens whose
-    scores were delivered.
+    scores were delivered. `arrival_no` counts the requests that the loop has taken, this one
+    included.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Request:
     cache_salt: str | None = None
     num_cached_tokens: int = 0
     num_scored_tokens: int = 0
+    arrival_no: int = 0
     admission: Admission | None = None
     admitted_at: float | None = None
     first_scheduled_at: float | None = None

@@ -14,7 +14,8 @@ from controller.policy.facts import RunningTable
 from controller.policy.judging import Judged
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing
-from controller.policy.planner import Budget, Seated, SloPlanner
+from controller.policy.planner import Budget, SloPlanner
+from controller.policy.seating import Seated
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from engine.ports import EngineView

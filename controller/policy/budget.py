@@ -238,6 +238,22 @@ def choose_tokens(lower: int, upper: int, knee: int, backlog: int, drain_steps: 
     return min(upper, max(lower, knee, math.ceil(backlog / drain_steps)))
 
 
+def balance_tokens(num_tokens: int, load: PrefillLoad) -> int:
+    """Look at the next step, too: where two steps finish the work, share it between them.
+
+    A step of `num_tokens` and then one with the rest takes at least as long as two equal ones (a
+    step's latency is convex in its tokens: a floor, then a slope), and the streams see the longer
+    gap. What would be done after the first step still is. All of the work beyond two steps is left
+    to throughput: `num_tokens`.
+    """
+    total = load.num_tokens
+    if not num_tokens < total <= 2 * num_tokens:
+        return num_tokens
+    num_done = int(load.ends.searchsorted(num_tokens, side="right"))
+    done = int(load.ends[num_done - 1]) if num_done else 0
+    return max(done, -(-total // 2))
+
+
 def settle_tokens(
     num_tokens: int,
     lower: int,

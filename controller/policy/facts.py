@@ -36,8 +36,9 @@ IntArray = npt.NDArray[np.intp]
     WEIGHT,
     CLASS,
     IS_QUEUED,
-) = range(11)
-NUM_FACTS = 11
+    ARRIVAL_NO,
+) = range(12)
+NUM_FACTS = 12
 
 
 def live_promise(request: RequestView) -> Promise | None:
@@ -157,6 +158,7 @@ class FactReader:
             weight,
             self._names.index(class_name(request)),
             is_queued,
+            request.arrival_no,
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from controller.policy.admission import screen
 from controller.policy.budget import (
     DecodeLoad,
-    PrefillLoad,
+    balance_tokens,
     choose_tokens,
     explored_tokens,
     knee_tokens,
@@ -29,36 +29,16 @@ from controller.policy.facts import ClassNames, FactReader, RunningTable, live_p
 from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
-from controller.policy.ordering import oldest_due
 from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.preemption import choose_methods
+from controller.policy.seating import Seated, seat
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
 from engine.ports import EngineView, RequestView
-from engine.request import RequestPhase
 from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
-__all__ = ["Budget", "PolicyConfig", "Seated", "SloPlanner"]
-
-# Waiting requests that are tried for a seat in one step.
-_MOST_TRIED = 64
-
-
-class Seated(NamedTuple):
-    """Who may compute prompt tokens in this step, in serving order, and how many at most.
-
-    `indices` say where they stand in the list of those who want to.
-    `is_turn` says that the first one has its turn by age; `is_short_of_blocks` that KV kept
-    somebody out; `is_outpaced` that the pace of the streams did.
-    """
-
-    requests: list[RequestView]
-    indices: list[int]
-    load: PrefillLoad
-    is_turn: bool
-    is_short_of_blocks: bool
-    is_outpaced: bool
+__all__ = ["Budget", "PolicyConfig", "SloPlanner"]
 
 
 class Budget(NamedTuple):
@@ -150,7 +130,7 @@ class SloPlanner:
                 pacing.limit_s,
                 pacing.upper_share,
             )
-            seated = self._seat(view, judged, ledger, intake, running, within, room)
+            seated = seat(view, judged, ledger, intake, running, within, room, config)
             budget = self._choose(view, judged, seated, load, pacing, within, room)
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
             starting = []
@@ -224,83 +204,6 @@ class SloPlanner:
 
         return key
 
-    def _seat(
-        self,
-        view: EngineView,
-        judged: Judged,
-        ledger: BlockLedger,
-        intake: Intake,
-        running: RunningTable,
-        within: int,
-        room: int,
-    ) -> Seated:
-        """Reserve seats and blocks: for running prefills first, then preempted ones, then new ones.
-
-        Each group in serving order; a preempted request that cannot resume lets nobody new in
-        before it. In every `turn_period`-th step the oldest due request is served first; in the
-        others its seat and blocks are set aside, so that neither a stream of promises nor one of
-        small prompts keeps it out for ever.
-
-        Only as many are looked at as can matter: nobody is seated behind the tokens that fit the
-        step (twice `within`, N⁺ for the head of the queue), and at most `_MOST_TRIED` are tried.
-        Where nothing fits beside the decodes and it is nobody's turn, nobody is.
-        """
-        config, queue = self._config, judged.queue
-        due = oldest_due(queue, judged.is_relegated, view.now, config.max_wait_s)
-        # An empty engine has nobody to be fair to, and only steps that do something are counted.
-        is_turn = due is not None and (view.step_no % config.turn_period == 0 or not view.running)
-        if within == 0 and running.num_decodes and not is_turn:
-            return Seated([], [], PrefillLoad(np.empty(0), np.empty(0)), False, False, False)
-        reach = min(room, max(2 * within, view.block_size))
-        is_started = queue.is_started
-        started = is_started.nonzero()[0].tolist()
-        tried = (~is_started).nonzero()[0][:_MOST_TRIED].tolist()
-        if due is not None and is_turn:
-            group = started if is_started[due] else tried
-            group[:] = [due, *(i for i in group if i != due)]
-        elif due is not None and queue.at(due).phase is not RequestPhase.RUNNING:
-            intake.set_aside(queue.at(due))
-        held = [(i, queue.at(i)) for i in started]
-        amounts: dict[int, int] = {}
-        for i, request in held:
-            if request.phase is RequestPhase.RUNNING:
-                amount = min(room, request.num_remaining_tokens, ledger.most_tokens(request))
-                ledger.take(request, amount)
-                amounts[i] = amount
-        is_resuming = False
-        for i, request in held:
-            if request.phase is RequestPhase.PREEMPTED and not intake.is_full:
-                if not is_resuming and intake.admit(request, has_turn=is_turn and i == due):
-                    amounts[i] = min(room, request.num_remaining_tokens)
-                else:
-                    is_resuming = True
-        ahead = sorted(amounts)
-        num_ahead = 0
-        for i in tried:
-            has_turn = is_turn and i == due
-            while ahead and ahead[0] < i and not has_turn:
-                num_ahead += amounts[ahead.pop(0)]
-            if is_resuming or intake.is_full or num_ahead >= reach:
-                break
-            request = queue.at(i)
-            if intake.admit(request, has_turn=has_turn):
-                amounts[i] = min(room, request.num_remaining_tokens)
-                num_ahead += amounts[i]
-        order = sorted(i for i, amount in amounts.items() if amount > 0)
-        if is_turn and due in order:
-            order.remove(due)
-            order.insert(0, due)
-        return Seated(
-            requests=[queue.at(i) for i in order],
-            indices=queue.index[order].tolist(),
-            load=PrefillLoad(
-                np.array([amounts[i] for i in order], dtype=np.float64), queue.past[order]
-            ),
-            is_turn=is_turn and bool(order) and order[0] == due,
-            is_short_of_blocks=intake.is_short,
-            is_outpaced=intake.is_outpaced,
-        )
-
     def _choose(
         self,
         view: EngineView,
@@ -339,8 +242,11 @@ class SloPlanner:
         backlog = int(judged.queue.remaining.sum())
         knee = knee_tokens(curve, config.knee_share)
         wanted = choose_tokens(lower, upper, knee, backlog, config.drain_steps)
+        # Only the whole backlog can be looked ahead of: who is left out will want the next step.
+        is_all = seated.load.num_tokens == backlog
+        shared = max(lower, balance_tokens(wanted, head)) if is_all else wanted
         num_tokens = settle_tokens(
-            wanted, lower, upper, head, view.block_size, config.split_threshold
+            min(wanted, shared), lower, upper, head, view.block_size, config.split_threshold
         )
         explored = explored_tokens(view.step_no, config.exploration, lower, upper)
         if explored is not None:

@@ -28,6 +28,8 @@ class PolicyConfig:
     Waiting: `max_wait_s` is the age at which a request without a live deadline is due;
     `turn_period` says that every so many steps the oldest due request goes first; `max_age_factor`
     and `min_max_age_s` bound the age of a waiting promise (max(factor·T, minimum));
+    `max_overtaken` bounds how many later arrivals of its class may start before a waiting request
+    (None = no bound);
     `max_waiting_tokens` bounds the queued prompt tokens (None = no bound); `max_judged` bounds how
     many waiting requests one step looks at.
 
@@ -54,6 +56,7 @@ class PolicyConfig:
     turn_period: int = 8
     max_age_factor: float = 10.0
     min_max_age_s: float = 30.0
+    max_overtaken: int | None = 64
     max_waiting_tokens: int | None = None
     max_judged: int = 512
     probe_period: int = 8
@@ -77,7 +80,7 @@ class PolicyConfig:
             self._check_positive(name)
         self._check_positive("started_factor")
         self._check_positive("drain_steps", may_be_infinite=True)
-        for name in ("token_budget", "max_waiting_tokens"):
+        for name in ("token_budget", "max_overtaken", "max_waiting_tokens"):
             if getattr(self, name) is not None:
                 self._check_count(name, 1)
         self._check_count("split_threshold", 0)

@@ -14,6 +14,7 @@ from controller.policy.budget import (
     DecodeLoad,
     LatencyCurve,
     PrefillLoad,
+    balance_tokens,
     candidate_tokens,
     choose_tokens,
     demanded_tokens,
@@ -187,3 +188,34 @@ def test_exploration_is_a_share_of_steps_within_the_bounds() -> None:
     assert len(set(budgets)) > 40
     assert explored_tokens(1, 1.0, 100, 100) is None
     assert explored_tokens(1, 0.0, 0, 100) is None
+
+
+@PROPERTY
+@given(pairs=pieces, num_tokens=st.integers(1, 900), floor_s=st.floats(0.0, 1.0))
+def test_two_balanced_steps_are_never_longer_than_a_full_one_and_its_rest(
+    pairs: list[tuple[int, int]], num_tokens: int, floor_s: float
+) -> None:
+    load = load_of(*pairs)
+    total = load.num_tokens
+    shared = balance_tokens(num_tokens, load)
+    assert 0 < shared <= num_tokens
+    if total <= num_tokens or total > 2 * num_tokens:
+        assert shared == num_tokens
+        return
+
+    def latency_s(num: float) -> float:
+        return max(floor_s, 0.001 * num)
+
+    # Both steps keep the bound, and what the full step finishes the shared one does too.
+    assert total - shared <= num_tokens
+    assert (load.ends <= shared).sum() == (load.ends <= num_tokens).sum()
+    greedy_s = latency_s(num_tokens) + latency_s(total - num_tokens)
+    assert latency_s(shared) + latency_s(total - shared) <= greedy_s + 1e-9
+    assert latency_s(shared) <= latency_s(num_tokens)
+
+
+def test_the_rest_of_a_prompt_is_shared_by_two_steps() -> None:
+    assert balance_tokens(100, load_of((120, 0))) == 60
+    assert balance_tokens(100, load_of((80, 0), (40, 0))) == 80
+    assert balance_tokens(100, load_of((201, 0))) == 100
+    assert balance_tokens(100, load_of((100, 0))) == 100

@@ -1,0 +1,53 @@
+"""How many later arrivals of its class may start before a waiting request (control.md section 4).
+
+Owns that bound. Must not remember anybody: arrival numbers tell who could have been before whom.
+"""
+
+from __future__ import annotations
+
+from controller.policy.facts import ARRIVAL_NO, CLASS, IntArray
+from controller.policy.ordering import PrefillQueue
+
+
+class Elders:
+    """Says who must start before a request may.
+
+    A request may start before an earlier arrival of its class only if it arrived at most
+    `max_overtaken` requests later. So no more than `max_overtaken` can ever overtake one, whatever
+    other steps decided. None bounds nothing.
+    """
+
+    __slots__ = ("_by_class", "_classes", "_max_overtaken", "_numbers", "_places", "_started")
+
+    def __init__(self, queue: PrefillQueue, waiting: IntArray, max_overtaken: int | None) -> None:
+        """Look at the requests at the places `waiting` of the queue, rising."""
+        self._max_overtaken = max_overtaken
+        self._places = waiting
+        facts = queue.facts_at(waiting)
+        self._numbers, self._classes = facts[ARRIVAL_NO], facts[CLASS]
+        self._by_class: dict[float, list[int]] = {}
+        self._started: set[int] = set()
+
+    def first_before(self, place: int) -> int:
+        """Return who has to start first: `place`, or the eldest that it must not overtake."""
+        if self._max_overtaken is None:
+            return place
+        row = int(self._places.searchsorted(place))
+        elders = self._of_class(float(self._classes[row]))
+        while elders[-1] in self._started:
+            elders.pop()
+        eldest = elders[-1]
+        number = self._numbers[self._places.searchsorted(eldest)]
+        return eldest if self._numbers[row] - number > self._max_overtaken else place
+
+    def start(self, place: int) -> None:
+        """The request at that place starts in this step."""
+        self._started.add(place)
+
+    def _of_class(self, name: float) -> list[int]:
+        """Places of those of the class, the eldest last."""
+        if name not in self._by_class:
+            rows = (self._classes == name).nonzero()[0]
+            by_age = rows[(-self._numbers[rows]).argsort(kind="stable")]
+            self._by_class[name] = self._places[by_age].tolist()
+        return self._by_class[name]

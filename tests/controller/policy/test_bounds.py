@@ -1,0 +1,199 @@
+"""Bounds on waiting, overtaking and skipped decodes, over the whole loop on virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.policy.lengths import OutputLengths
+from controller.policy.overtaking import Elders
+from controller.policy.planner import PolicyConfig, SloPlanner
+from controller.policy.slo import OnInfeasible, Promise, Slo
+from engine.config import EngineConfig
+from engine.ports import EngineView, Planner, RequestView
+from engine.request import FinishReason, Request
+from engine.step import AdmissionAction, StepPlan
+from tests.controller.policy.doubles import (
+    GPU_FLOOR_S,
+    GPU_WEIGHTS,
+    LinearCostModel,
+    Simulation,
+    facts_of,
+    queue_of,
+    slo_class,
+    waiting,
+)
+
+BOUNDS = settings(derandomize=True, deadline=None, max_examples=20)
+MODEL = LinearCostModel(GPU_WEIGHTS, GPU_FLOOR_S)
+
+crowds = st.lists(
+    st.tuples(
+        st.floats(0.0, 2.0),
+        st.integers(1, 2000),
+        st.integers(1, 40),
+        st.sampled_from([None, 0.05, 0.5, 3.0, 60.0]),
+        st.sampled_from([None, 0.02, 0.2]),
+        st.sampled_from(["chat", "code"]),
+        st.sampled_from(list(OnInfeasible)),
+    ),
+    min_size=10,
+    max_size=40,
+)
+Crowd = list[tuple[float, int, int, float | None, float | None, str, OnInfeasible]]
+
+
+class Watched:
+    """Plans, and hands every view and plan to whoever watches."""
+
+    def __init__(self, planner: Planner, watch: Callable[[EngineView, StepPlan], None]) -> None:
+        self._planner = planner
+        self._watch = watch
+
+    def plan(self, view: EngineView) -> StepPlan:
+        plan = self._planner.plan(view)
+        self._watch(view, plan)
+        return plan
+
+
+def run(
+    crowd: Crowd,
+    config: PolicyConfig,
+    watch: Callable[[EngineView, StepPlan], None],
+    num_blocks: int = 4096,
+) -> list[Request]:
+    requests = [
+        waiting(
+            f"r{i}",
+            num_prompt,
+            at=at,
+            slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s),
+            of=slo_class(name, on_infeasible=on_infeasible),
+            max_tokens=max_tokens,
+        )
+        for i, (at, num_prompt, max_tokens, ttft_s, tpot_s, name, on_infeasible) in enumerate(crowd)
+    ]
+    planner = SloPlanner(config, MODEL, OutputLengths(default=20))
+    engine = EngineConfig(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=512)
+    Simulation(Watched(planner, watch), MODEL, engine).run(requests)
+    return requests
+
+
+@BOUNDS
+@given(
+    crowd=crowds, max_overtaken=st.sampled_from([1, 3, 8]), num_blocks=st.sampled_from([256, 4096])
+)
+def test_nobody_is_overtaken_more_often_than_allowed(
+    crowd: Crowd, max_overtaken: int, num_blocks: int
+) -> None:
+    overtaken: Counter[str] = Counter()
+
+    def watch(view: EngineView, plan: StepPlan) -> None:
+        started = {work.request_id for work in plan.work}
+        refused = {a.request_id for a in plan.admissions if a.action is AdmissionAction.REJECT}
+        starting = [r for r in view.waiting if r.request_id in started]
+        for request in view.waiting:
+            if request.request_id not in started | refused:
+                overtaken[request.request_id] += sum(
+                    other.arrival_no > request.arrival_no and same_class(other, request)
+                    for other in starting
+                )
+
+    run(crowd, PolicyConfig(max_overtaken=max_overtaken), watch, num_blocks)
+    assert max(overtaken.values(), default=0) <= max_overtaken
+
+
+def promise_of(request: RequestView) -> Promise:
+    assert isinstance(request.promise, Promise)
+    return request.promise
+
+
+def same_class(a: RequestView, b: RequestView) -> bool:
+    return promise_of(a).slo_class.name == promise_of(b).slo_class.name
+
+
+@BOUNDS
+@given(crowd=crowds, turn_period=st.sampled_from([1, 4, 8]))
+def test_with_a_free_seat_whoever_is_due_waits_for_one_turn_at_most(
+    crowd: Crowd, turn_period: int
+) -> None:
+    config = PolicyConfig(max_wait_s=0.3, turn_period=turn_period, max_overtaken=None)
+    waits: Counter[str] = Counter()
+    worst = 0
+
+    def watch(view: EngineView, plan: StepPlan) -> None:
+        nonlocal worst
+        due = [
+            r
+            for r in view.waiting
+            if promise_of(r).slo.ttft_s is None and r.arrived_at <= view.now - config.max_wait_s
+        ]
+        started = {work.request_id for work in plan.work}
+        if not plan.work or len(view.running) >= view.max_num_seqs or not due:
+            waits.clear()
+            return
+        oldest = min(due, key=lambda request: request.arrived_at)
+        if oldest.request_id not in started:
+            waits[oldest.request_id] += 1
+            worst = max(worst, waits[oldest.request_id])
+
+    # Nobody is relegated or degraded: due is who asks for no first token.
+    run([(*item[:6], OnInfeasible.REJECT) for item in crowd], config, watch)
+    assert worst < turn_period
+
+
+@BOUNDS
+@given(crowd=crowds, num_blocks=st.sampled_from([130, 4096]))
+def test_no_decode_is_ever_skipped(crowd: Crowd, num_blocks: int) -> None:
+    def watch(view: EngineView, plan: StepPlan) -> None:
+        served = {work.request_id for work in plan.work}
+        served |= {preemption.request_id for preemption in plan.preemptions}
+        assert all(r.request_id in served for r in view.running if r.is_decoding)
+
+    requests = run(crowd, PolicyConfig(), watch, num_blocks)
+    assert all(request.is_finished for request in requests)
+
+
+@BOUNDS
+@given(crowd=crowds)
+def test_a_queued_promise_is_served_or_shed_before_it_is_too_old(crowd: Crowd) -> None:
+    config = PolicyConfig(max_age_factor=2.0, min_max_age_s=0.5)
+
+    def watch(view: EngineView, plan: StepPlan) -> None:
+        heard = {a.request_id for a in plan.admissions}
+        for request in view.waiting:
+            slo = promise_of(request).slo
+            is_queued = promise_of(request).slo_class.on_infeasible is OnInfeasible.QUEUE
+            if slo.ttft_s is not None and is_queued:
+                bound_s = max(2.0 * slo.ttft_s, 0.5)
+                assert view.now - request.arrived_at < bound_s or request.request_id in heard
+
+    for request in run(crowd, config, watch):
+        if request.finish_reason is FinishReason.REJECTED:
+            assert request.admission is not None
+            assert request.admission.reason
+
+
+def test_who_must_start_first() -> None:
+    crowd = [waiting(f"{i}", at=float(-i), slo=Slo(ttft_s=9.0)) for i in range(6)]
+    crowd.append(waiting("other", at=-9.0, slo=Slo(ttft_s=9.0), of=slo_class("code")))
+    for number, request in enumerate(crowd):
+        request.arrival_no = number
+    queue = queue_of(crowd, PolicyConfig())
+    # Earliest deadline first: the others, then 5, 4, ..., 0.
+    assert facts_of(crowd).shape[1] == len(queue)
+    places = {r.request_id: place for place, r in enumerate(queue.requests)}
+    elders = Elders(queue, np.arange(7), 3)
+    assert elders.first_before(places["other"]) == places["other"]
+    assert elders.first_before(places["3"]) == places["3"]
+    assert elders.first_before(places["5"]) == places["0"]
+    elders.start(places["0"])
+    assert elders.first_before(places["5"]) == places["1"]
+    elders.start(places["1"])
+    assert elders.first_before(places["5"]) == places["5"]
+    unbound = Elders(queue, np.arange(7), None)
+    assert unbound.first_before(places["5"]) == places["5"]
