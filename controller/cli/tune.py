@@ -207,7 +207,10 @@ def tune(
     print_judged(profile.judged)
     if only_better and profile.judged.verdict != "better":
         fail(f"not better than the shipped defaults: {out} is not written", EXIT_NOT_FOUND)
-    out.write_text(profile.to_yaml(), encoding="utf-8")
+    try:
+        out.write_text(profile.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}", EXIT_UNUSABLE)
     typer.echo(f"paceline: wrote {out}")
     _keep(profile, trial_records(str(study), found.trials), url, out)
     if tuned_for.model is None or tuned_for.device is None:
@@ -298,6 +301,7 @@ def _keep(profile: BudgetProfile, trials: list[Any], url: str, out: Path) -> Non
 
     try:
         with ProfileStore.open_writer(url) as store:
+            replaced = store.profile(profile.name)
             store.save(profile.to_record(), trials)
     except StoreError as error:
         typer.echo(
@@ -307,3 +311,9 @@ def _keep(profile: BudgetProfile, trials: list[Any], url: str, out: Path) -> Non
         )
         return
     typer.echo(f"paceline: profile {profile.name!r} is in the database; serve it with --profile")
+    if replaced is not None and replaced.is_active:
+        typer.echo(
+            "paceline: the one it replaces was active; this one is not until"
+            f" `paceline profile activate {profile.name}`",
+            err=True,
+        )

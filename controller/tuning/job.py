@@ -92,19 +92,21 @@ def search(
     """Try points until the study holds `num_trials`, the shipped defaults first.
 
     A KeyboardInterrupt ends the search after the last trial that was finished; what was done stays
-    in the study, and the same call goes on from there. TuningError if the defaults themselves
-    cannot be simulated, or if not even they were finished.
+    in the study, and the same call goes on from there; it is passed on if not even the defaults
+    were finished. TuningError if they cannot be simulated, ValueError if no trial is asked for.
     """
+    if num_trials < 1:
+        raise ValueError(f"num_trials must be at least 1, got {num_trials}")
     is_interrupted = False
     scenes = task.tuning
     try:
         while len(trials := study.trials) < num_trials:
             _try_next(task, study, trials, _ahead(progress, trials, num_trials, len(scenes)))
     except KeyboardInterrupt:
+        if not study.trials:
+            raise
         is_interrupted = True
     trials = study.trials
-    if not trials:
-        raise TuningError("stopped before the first trial, the shipped defaults, was finished")
     best = _best(trials)
     if progress is not None:
         progress("searched", num_trials * len(scenes), num_trials * len(scenes))

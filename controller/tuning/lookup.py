@@ -39,7 +39,10 @@ def find_profile(asked: str | None, url: str, model: str) -> BudgetProfile | Non
     except StoreError:
         # Nobody asked: whatever is wrong with the database is told by who opens it for writing.
         return None
-    return None if record is None else _of_record(record)
+    try:
+        return None if record is None else _of_record(record)
+    except ProfileError as error:
+        raise ProfileError(f"{error}; serve with --profile {NO_PROFILE}") from error
 
 
 def named_profile(asked: str, url: str) -> BudgetProfile:

@@ -6,9 +6,11 @@ Owns names, ranges and the reason for each. Must not simulate, nor know who sear
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
+
+import numpy as np
 
 from controller.config import Settings
 from controller.policy.settings import PolicyConfig
@@ -18,6 +20,8 @@ DEFAULT_MAX_NUM_SEQS: Final[int] = Settings.model_fields[MAX_NUM_SEQS].default
 _MAX_RUNNING: Final = 4096
 # The top of the range of `token_budget` says "no cap below the engine's own".
 _NO_CAP: Final = 8192
+# Knobs that one neighbour moves at most.
+_MOVED: Final = 3
 
 Value = float | int | None
 
@@ -141,6 +145,30 @@ def settings_at(point: Mapping[str, float], base: TunedSettings = DEFAULTS) -> T
         else:
             planner[name] = number
     return TunedSettings(replace(base.planner, **planner), max_num_seqs)  # type: ignore[arg-type]
+
+
+def neighbour(
+    knobs: Sequence[Knob], first: Mapping[str, float], number: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """Return a point near `first`: knob `number` and up to two others, half-way to a draw.
+
+    A point that is drawn along every knob at once is nearly always worse than settings that were
+    chosen with care, and tells little of any one knob.
+    """
+    point = dict(first)
+    others = rng.permutation(len(knobs))[: number % _MOVED].tolist()
+    for index in {number % len(knobs), *others}:
+        knob = knobs[index]
+        here, low, high = first[knob.name], knob.low, knob.high
+        if knob.is_log:
+            drawn = low * (high / low) ** rng.random()
+            value = math.sqrt(here * drawn)
+        else:
+            drawn = low + (high - low) * rng.random()
+            value = (here + drawn) / 2.0
+        value = min(max(value, low), high)
+        point[knob.name] = round(value) if knob.is_integer else value
+    return point
 
 
 def point_of(settings: TunedSettings, knobs: Iterable[Knob]) -> dict[str, float]:

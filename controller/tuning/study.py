@@ -21,7 +21,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from controller.tuning.objective import Outcome
-from controller.tuning.space import Knob
+from controller.tuning.space import Knob, neighbour
 from store.errors import DatabaseBusyError, StoreError
 from store.lockfile import WriterLock
 
@@ -29,9 +29,8 @@ STUDY_NAME: Final = "paceline"
 _FINGERPRINT: Final = "fingerprint"
 _OUTCOMES: Final = "outcomes"
 _REASON: Final = "reason"
-# Trials before one is given up, and before points are chosen instead of drawn.
+# Trials before one is given up.
 _NUM_UNPRUNED: Final = 5
-_NUM_DRAWN: Final = 8
 _STATES: Final = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -67,9 +66,17 @@ class Study:
     what is tried next depends on the seed, the number of the trial and what was tried before.
     """
 
-    def __init__(self, study: optuna.Study, knobs: Sequence[Knob], seed: int, lock: WriterLock):
+    def __init__(
+        self,
+        study: optuna.Study,
+        knobs: Sequence[Knob],
+        first: Mapping[str, float],
+        seed: int,
+        lock: WriterLock,
+    ) -> None:
         self._study = study
         self._knobs = tuple(knobs)
+        self._first = dict(first)
         self._seed = seed
         self._lock = lock
         self._running: optuna.Trial | None = None
@@ -105,10 +112,8 @@ class Study:
                 "seed": str(seed),
             }
             _check_fingerprint(study, wanted, path)
-            opened = cls(study, knobs, seed, lock)
+            opened = cls(study, knobs, first, seed, lock)
             opened._give_up_unfinished()
-            if not opened.trials and not study.get_trials(False, (TrialState.WAITING,)):
-                study.enqueue_trial(dict(first))
         except BaseException:
             lock.release()
             raise
@@ -134,11 +139,18 @@ class Study:
     def ask(self) -> dict[str, float]:
         """Return the next point to try; it must be ended by `complete`, `prune` or `fail`."""
         number = len(self.trials)
-        # A sampler of its own for every trial: what it draws depends on nothing but the seed, the
+        # A stream of its own for every trial: what it draws depends on nothing but the seed, the
         # number and the trials before, so that a study that goes on is the one that never stopped.
-        stream = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        stream = np.random.SeedSequence([self._seed, number])
+        num_near = len(self._knobs)
+        # A process that was killed right here may have left this very point.
+        is_queued = bool(self._study.get_trials(False, (TrialState.WAITING,)))
+        if number <= num_near and not is_queued:
+            rng = np.random.Generator(np.random.PCG64(stream))
+            near = neighbour(self._knobs, self._first, number - 1, rng) if number else self._first
+            self._study.enqueue_trial(near)
         self._study.sampler = optuna.samplers.TPESampler(
-            seed=stream, n_startup_trials=_NUM_DRAWN, constant_liar=False
+            seed=int(stream.generate_state(1)[0]), n_startup_trials=num_near, constant_liar=False
         )
         self._running = self._study.ask({k.name: _distribution(k) for k in self._knobs})
         return dict(self._running.params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,10 @@ def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path)
     assert shown["profile"] is None
     refused = run("serve", "./other", "--profile", "mine", code=2).stderr
     assert "belongs to model 'demo', this server's is './other'" in refused
+    again = run("tune", "mine", *QUICK, *OWNER, "--trials", "4", "--out", "again.yaml")
+    assert "the one it replaces was active" in again.stderr
+    run("profile", "deactivate", "mine", code=1)
+    run("profile", "activate", "mine")
     run("profile", "deactivate", "mine")
     assert json.loads(run("serve", "--print-settings").output)["profile"] is None
 
@@ -187,6 +192,28 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> 
     (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert line.startswith("paceline: error: ")
     assert names in line
+
+
+def test_a_damaged_active_profile_stops_the_start_and_says_how_to_do_without(url: str) -> None:
+    run("tune", "mine", *QUICK, *OWNER, "--trials", "1")
+    with ProfileStore.open_writer(url) as store:
+        record = store.profile("mine")
+        assert record is not None
+        document = {**record.document, "settings": {"pase": 1}}
+        store.save(replace(record, document=document, is_active=True))
+    refused = run("serve", "--print-settings", code=2).stderr
+    assert "profile 'mine' in the database: settings.pase: no such setting" in refused
+    assert "serve with --profile none" in refused
+    run("serve", "--profile", "none", "--print-settings")
+
+
+def test_an_interruption_of_the_first_trial_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "run_scene", interrupted)
+    result = run("tune", "mine", *QUICK, "--trials", "3", code=130)
+    assert "the same command goes on" in result.stderr
 
 
 def test_profiles_that_are_not_there_or_not_usable(tmp_path: Path) -> None:

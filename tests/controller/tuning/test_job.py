@@ -112,10 +112,12 @@ def test_an_interruption_of_the_first_trial_leaves_the_defaults_first(
     small = task(crowd(10))
     with study(tmp_path, small) as opened, monkeypatch.context() as patched:
         interrupting(patched, 0, KeyboardInterrupt())
-        with pytest.raises(TuningError, match="before the first trial"):
+        with pytest.raises(KeyboardInterrupt):
             search(small, opened, 2)
     with study(tmp_path, small) as opened:
         assert search(small, opened, 2).trials[0].point == {"max_num_seqs": 64}
+        with pytest.raises(ValueError, match="num_trials"):
+            search(small, opened, 0)
 
 
 def test_settings_that_cannot_be_simulated_fail_and_the_search_goes_on(
@@ -243,3 +245,22 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(StudyError, match="no directory"), study(tmp_path / "nowhere"):
         pass
+
+
+def test_a_process_that_was_killed_leaves_nothing_that_is_waited_for(tmp_path: Path) -> None:
+    small = task(crowd(10))
+    expected = tmp_path / "never stopped"
+    expected.mkdir()
+    with study(expected, small) as opened:
+        whole = points(search(small, opened, 3).trials)
+    with study(tmp_path, small) as opened:
+        search(small, opened, 1)
+        # As if killed between two lines, and in the middle of a trial.
+        opened._study.enqueue_trial({"max_num_seqs": whole[1][1]["max_num_seqs"]})
+        opened._lock.release()
+    with study(tmp_path, small) as opened:
+        assert len(opened.trials) == 1
+        opened.ask()
+        opened._lock.release()
+    with study(tmp_path, small) as opened:
+        assert points(search(small, opened, 3).trials) == whole

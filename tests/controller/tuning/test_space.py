@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from controller.config import load_settings
@@ -15,6 +16,7 @@ from controller.tuning.space import (
     KNOBS,
     TunedSettings,
     knobs_named,
+    neighbour,
     point_of,
     settings_at,
 )
@@ -88,3 +90,19 @@ def test_knobs_are_chosen_by_name_in_the_order_of_the_space() -> None:
         assert a.name != b.name
     with pytest.raises(ValueError, match="'paze' is no knob; there are pace"):
         knobs_named(["paze"])
+
+
+def test_neighbours_move_every_knob_once_and_few_at_a_time() -> None:
+    first = point_of(DEFAULTS, KNOBS)
+    moved_by = []
+    for number in range(len(KNOBS)):
+        point = neighbour(KNOBS, first, number, np.random.default_rng(number))
+        settings_at(point)
+        for knob in KNOBS:
+            assert knob.low <= point[knob.name] <= knob.high
+            assert not knob.is_integer or isinstance(point[knob.name], int)
+        moved_by.append({name for name in point if point[name] != first[name]})
+    assert all(len(moved) <= 3 for moved in moved_by)
+    assert sum(KNOBS[i].name in moved for i, moved in enumerate(moved_by)) >= len(KNOBS) - 1
+    again = neighbour(KNOBS, first, 5, np.random.default_rng(5))
+    assert again == neighbour(KNOBS, first, 5, np.random.default_rng(5))
