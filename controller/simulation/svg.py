@@ -16,6 +16,7 @@ _HEIGHT: Final = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 44
 NUM_COLOURS: Final = 8
 _NUM_TICKS: Final = 6
+_MAX_LOG_TICKS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,13 @@ def _ticks(bounds: tuple[float, float], *, is_log: bool) -> list[float]:
     if is_log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         found = [m * 10.0**power for power in powers for m in (1.0, 2.0, 5.0)]
-        return [value for value in found if low <= value <= high]
+        inside = [value for value in found if low <= value <= high]
+        if len(inside) > _MAX_LOG_TICKS:
+            every = math.ceil(len(powers) / _MAX_LOG_TICKS)
+            return [value for p in powers[::every] if low <= (value := 10.0**p) <= high]
+        if len(inside) > 1:
+            return inside
+        # A short stretch of a logarithmic axis is as good as straight.
     raw = (high - low) / _NUM_TICKS
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * m for m in (1.0, 2.0, 2.5, 5.0, 10.0) if size * m >= raw)

@@ -8,6 +8,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controller.simulation.hardware import A100_8B
 from controller.simulation.html import render_html
@@ -187,6 +189,35 @@ def test_a_scatter_chart_is_logarithmic() -> None:
     xs = [float(d.get("cx", 0)) for d in by_class(svg, "dot")]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
     assert "0.1" in [each.text for each in svg.iter("text")]
+
+
+VALUES = st.floats(0.0, 1e9)
+POSITIVE = st.floats(1e-6, 1e9)
+
+
+def assert_within(chart: str) -> None:
+    """Everything is in the picture, and the axes have a few ticks each."""
+    (svg,) = svgs(chart)
+    _, _, width, height = map(float, svg.get("viewBox", "").split())
+    for dot in by_class(svg, "dot"):
+        assert 0 <= float(dot.get("cx", -1)) <= width
+        assert 0 <= float(dot.get("cy", -1)) <= height
+    assert 2 <= len(by_class(svg, "grid")) <= 20
+
+
+@given(st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=6), st.booleans())
+def test_any_curve_can_be_drawn(values: list[tuple[float, float]], is_share: bool) -> None:
+    assert_within(line_chart("t", [Line("a", tuple(values))], "x", "y", is_share=is_share))
+
+
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=6))
+def test_any_points_can_be_drawn(values: list[tuple[float, float]]) -> None:
+    assert_within(scatter_chart("t", [Mark("a", x, y) for x, y in values], "x", "y"))
+
+
+def test_a_short_stretch_of_a_logarithmic_axis_has_ticks_too() -> None:
+    (svg,) = svgs(scatter_chart("t", [Mark("a", 0.0312, 0.0312)], "x", "y"))
+    assert "0.03" in [each.text for each in svg.iter("text")]
 
 
 def test_a_chart_of_nothing_says_so() -> None:
