@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from controller.config import Settings
 from controller.policy.slo import OnInfeasible
 from controller.tuning.objective import run_scene
 from controller.tuning.replay import ReplayError, read_run, task_of_run
 from controller.tuning.space import DEFAULTS
 from costmodel.prior import flat_prior
+from costmodel.refitted import RefittedLeastSquares
 from costmodel.snapshot import SnapshotKey, dump_model
 from engine.clock import VirtualClock
 from store import schema
@@ -24,11 +26,12 @@ from tests.controller.tuning.tuning_tasks import QUIET
 from tests.store.samples import make_request, make_run, make_snapshot, make_step
 
 KEY = SnapshotKey("demo", "cpu (2 threads)", "float32", "reference", 16, "0.1.0")
-CLASS = {
-    "name": "chat", "slo": {"ttft_s": 1.0, "tpot_s": 0.2, "e2e_s": None}, "weight": 3.0,
-    "on_infeasible": "degrade",
-}  # fmt: skip
-SETTINGS = {"slo_class": [CLASS], "max_num_batched_tokens": 4096, "max_model_len": 900}
+# As a server writes them.
+SETTINGS = Settings(
+    slo_class=("chat:ttft_ms=1000,tpot_ms=200,weight=3,on_infeasible=degrade",),
+    max_num_batched_tokens=4096,
+    max_model_len=900,
+).to_json()
 
 
 def requests() -> list[Any]:
@@ -68,7 +71,7 @@ def reading(url: str) -> Iterator[TelemetryReader]:
 
 
 def snapshot(run_id: str = "run-a") -> Any:
-    document = dump_model(flat_prior(), KEY)
+    document = dump_model(flat_prior(RefittedLeastSquares), KEY)
     return make_snapshot(1, run_id=run_id, key=asdict(KEY), document=document)
 
 
