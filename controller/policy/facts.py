@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.intp]
 
 # Rows of a table of facts, shape (NUM_FACTS, n). Targets are seconds, +inf without a live promise;
 # `WEIGHT` is 0 then. `CLASS` is an index of `ClassNames`; `IS_QUEUED` says that the class queues
-# what cannot be met.
+# what cannot be met, `IS_DEGRADED` that there was a promise.
 (
     ARRIVED_AT,
     NUM_PROMPT,
@@ -37,8 +37,9 @@ IntArray = npt.NDArray[np.intp]
     CLASS,
     IS_QUEUED,
     ARRIVAL_NO,
-) = range(12)
-NUM_FACTS = 12
+    IS_DEGRADED,
+) = range(13)
+NUM_FACTS = 13
 
 
 def live_promise(request: RequestView) -> Promise | None:
@@ -134,11 +135,15 @@ class FactReader:
 
     def _read(self, request: RequestView) -> tuple[float, ...]:
         promise, live = request.promise, live_promise(request)
-        promised_at, priority = request.arrived_at, 0
+        promised_at, priority, is_degraded = request.arrived_at, 0, False
         if isinstance(promise, Promise):
             promised_at, priority = promise.arrived_at, promise.priority
+            is_degraded = live is None and not promise.slo.is_best_effort
         ttft_s = tpot_s = e2e_s = math.inf
         weight, is_queued = 0.0, False
+        is_degraded = (
+            isinstance(promise, Promise) and live is None and not promise.slo.is_best_effort
+        )
         if live is not None:
             slo = live.slo
             ttft_s = math.inf if slo.ttft_s is None else slo.ttft_s
@@ -159,6 +164,7 @@ class FactReader:
             self._names.index(class_name(request)),
             is_queued,
             request.arrival_no,
+            is_degraded,
         )
 
 

@@ -94,7 +94,7 @@ def seat(
     rank = {i: (i, 1, 0) for i in amounts}
     ahead = sorted(amounts)
     num_ahead = 0
-    elders = Elders(queue, (~is_started).nonzero()[0], config.max_overtaken)
+    elders = Elders(queue, (~is_started).nonzero()[0], config.max_overtaken, view.now)
     for i in tried:
         has_turn = is_turn and i == due
         while ahead and ahead[0] < i and not has_turn:

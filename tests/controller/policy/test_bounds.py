@@ -99,7 +99,9 @@ def test_nobody_is_overtaken_more_often_than_allowed(
         for request in view.waiting:
             if request.request_id not in started | refused:
                 overtaken[request.request_id] += sum(
-                    other.arrival_no > request.arrival_no and same_class(other, request)
+                    other.arrival_no > request.arrival_no
+                    and same_class(other, request)
+                    and is_lost(other, view.now) == is_lost(request, view.now)
                     for other in starting
                 )
 
@@ -110,6 +112,11 @@ def test_nobody_is_overtaken_more_often_than_allowed(
 def promise_of(request: RequestView) -> Promise:
     assert isinstance(request.promise, Promise)
     return request.promise
+
+
+def is_lost(request: RequestView, now: float) -> bool:
+    promise = promise_of(request)
+    return promise.is_degraded or promise.first_deadline_at <= now
 
 
 def same_class(a: RequestView, b: RequestView) -> bool:
@@ -187,13 +194,31 @@ def test_who_must_start_first() -> None:
     # Earliest deadline first: the others, then 5, 4, ..., 0.
     assert facts_of(crowd).shape[1] == len(queue)
     places = {r.request_id: place for place, r in enumerate(queue.requests)}
-    elders = Elders(queue, np.arange(7), 3)
+    elders = Elders(queue, np.arange(7), 3, 0.0)
     assert elders.first_before(places["other"]) == places["other"]
     assert elders.first_before(places["3"]) == places["3"]
     assert elders.first_before(places["5"]) == places["0"]
+    # What is lost is not in the way of what can be kept, only of what is lost, too.
+    later = Elders(queue, np.arange(7), 3, 8.5)
+    assert later.first_before(places["5"]) == places["1"]
+    kept = Elders(queue, np.arange(7), 3, 3.5)
+    assert kept.first_before(places["4"]) == places["0"]
+    half = Elders(queue, np.arange(7), 3, 4.5)
+    assert half.first_before(places["5"]) == places["5"]
     elders.start(places["0"])
     assert elders.first_before(places["5"]) == places["1"]
     elders.start(places["1"])
     assert elders.first_before(places["5"]) == places["5"]
-    unbound = Elders(queue, np.arange(7), None)
+    unbound = Elders(queue, np.arange(7), None, 0.0)
     assert unbound.first_before(places["5"]) == places["5"]
+
+
+@BOUNDS
+@given(crowd=crowds)
+def test_a_planner_that_has_run_for_long_plans_like_a_new_one(crowd: Crowd) -> None:
+    config = PolicyConfig(max_overtaken=2, max_wait_s=0.5)
+
+    def watch(view: EngineView, plan: StepPlan) -> None:
+        assert SloPlanner(config, MODEL, OutputLengths(default=20)).plan(view) == plan
+
+    run(crowd, config, watch, 256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from controller.policy.lengths import OutputLengths
@@ -67,3 +68,16 @@ def test_expected_outputs_are_a_quantile_of_the_recent_ones() -> None:
 def test_length_arguments_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         OutputLengths(**{name: value})
+
+
+def test_what_answers_have_left_is_what_others_had_left_at_that_point() -> None:
+    lengths = OutputLengths(default=21)
+    none_known = lengths.remaining("chat", np.array([0.0, 8.0, 30.0]), np.full(3, 0.5))
+    assert none_known.tolist() == [11.0, 3.0, 0.0]
+    for num_tokens in (10, 20, 30, 400):
+        lengths.observe("chat", num_tokens)
+    left = lengths.remaining("chat", np.array([0.0, 10.0, 25.0, 500.0]), np.full(4, 0.5))
+    # The upper ones of those that were longer: of four, three, two and none.
+    assert left.tolist() == [30.0, 20.0, 375.0, 0.0]
+    shares = np.array([0.0, 0.3, 0.99])
+    assert lengths.remaining("chat", np.zeros(3), shares).tolist() == [10.0, 20.0, 400.0]
