@@ -16,7 +16,7 @@ from controller.simulation.run import SimulationError
 from controller.tuning.objective import Outcome, overstepped, run_scene, score
 from controller.tuning.profile import Verdict
 from controller.tuning.space import DEFAULTS, TunedSettings, settings_at
-from controller.tuning.study import Study, Trial
+from controller.tuning.study import Study, Trial, best_trial
 from controller.tuning.task import TuningTask
 
 Progress = Callable[[str, float, float], None]
@@ -107,7 +107,7 @@ def search(
             raise
         is_interrupted = True
     trials = study.trials
-    best = _best(trials)
+    best = best_trial(trials)
     if progress is not None:
         progress("searched", num_trials * len(scenes), num_trials * len(scenes))
     settings = settings_at(best.point) if best.number else DEFAULTS
@@ -156,15 +156,6 @@ def _try_next(
     study.complete(score(outcomes, defaults), outcomes)
 
 
-def _best(trials: Sequence[Trial]) -> Trial:
-    """Return the complete trial with the highest score; the earlier of equals, so the defaults."""
-    best = trials[0]
-    for trial in trials[1:]:
-        if trial.state == "complete" and (trial.score or 0.0) > (best.score or 0.0) + _TIE:
-            best = trial
-    return best
-
-
 def _ahead(
     progress: Progress | None, trials: Sequence[Trial], num_trials: int, num_scenes: int
 ) -> Progress | None:
@@ -172,7 +163,7 @@ def _ahead(
     if progress is None:
         return None
     done = len(trials)
-    best = f", best {_best(trials).score:.4f}" if trials else ""
+    best = f", best {best_trial(trials).score:.4f}" if trials else ""
     label = f"trial {done + 1} of {num_trials}{best}"
 
     def tell(_: str, part: float, __: float) -> None:

@@ -78,7 +78,8 @@ DEFAULTS: Final = TunedSettings()
 class Knob:
     """One setting that is searched, from `low` to `high`, both included.
 
-    `is_log` searches ratios instead of differences. `reason` says what the ends of the range are.
+    `is_log` searches ratios instead of differences; `step` searches only so many apart, where an
+    end of the range is unlike everything near it. `reason` says what the ends of the range are.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Knob:
     reason: str
     is_integer: bool = False
     is_log: bool = False
+    step: float | None = None
 
     @property
     def default(self) -> float:
@@ -98,7 +100,10 @@ class Knob:
 KNOBS: Final = (
     Knob("pace", 0.7, 1.0, "at 1 everybody ends a little late; below 0.7 capacity is given away"),
     Knob("upper_pace", 1.0, 1.6, "1 trusts no step whose bound exceeds the target, 1.6 nearly all"),
-    Knob("bank", 0.0, 1.0, "0 keeps every gap even, 1 spends all that an early token has saved"),
+    Knob(
+        "bank", 0.0, 1.0, "0 keeps every gap even, 1 spends all that an early token has saved",
+        step=0.25,
+    ),
     Knob(
         "token_budget", 64, _NO_CAP, "8192 is no cap; a small one shortens the longest gap",
         is_integer=True, is_log=True,
@@ -166,6 +171,8 @@ def neighbour(
         else:
             drawn = low + (high - low) * rng.random()
             value = (here + drawn) / 2.0
+        if knob.step is not None:
+            value = low + round((value - low) / knob.step) * knob.step
         value = min(max(value, low), high)
         point[knob.name] = round(value) if knob.is_integer else value
     return point

@@ -31,6 +31,8 @@ _OUTCOMES: Final = "outcomes"
 _REASON: Final = "reason"
 # Trials before one is given up.
 _NUM_UNPRUNED: Final = 5
+# Scores that differ by less are the same: what is left of sums in another order.
+_TIE: Final = 1e-9
 _STATES: Final = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -57,6 +59,15 @@ class Trial:
     outcomes: tuple[Outcome, ...]
     reason: str | None
     ended_at_ms: int
+
+
+def best_trial(trials: Sequence[Trial]) -> Trial:
+    """Return the complete trial with the highest score; the earlier of equals, so the defaults."""
+    best = trials[0]
+    for trial in trials[1:]:
+        if trial.state == "complete" and (trial.score or 0.0) > (best.score or 0.0) + _TIE:
+            best = trial
+    return best
 
 
 class Study:
@@ -138,17 +149,24 @@ class Study:
 
     def ask(self) -> dict[str, float]:
         """Return the next point to try; it must be ended by `complete`, `prune` or `fail`."""
-        number = len(self.trials)
+        trials = self.trials
+        number = len(trials)
         # A stream of its own for every trial: what it draws depends on nothing but the seed, the
         # number and the trials before, so that a study that goes on is the one that never stopped.
         stream = np.random.SeedSequence([self._seed, number])
         num_near = len(self._knobs)
+        is_near = number <= num_near or number % 2 == 0
         # A process that was killed right here may have left this very point.
         is_queued = bool(self._study.get_trials(False, (TrialState.WAITING,)))
-        if number <= num_near and not is_queued:
+        if is_near and not is_queued:
             rng = np.random.Generator(np.random.PCG64(stream))
-            near = neighbour(self._knobs, self._first, number - 1, rng) if number else self._first
-            self._study.enqueue_trial(near)
+            if number == 0:
+                point = self._first
+            elif number <= num_near:
+                point = neighbour(self._knobs, self._first, number - 1, rng)
+            else:
+                point = neighbour(self._knobs, best_trial(trials).point, number // 2, rng)
+            self._study.enqueue_trial(point)
         self._study.sampler = optuna.samplers.TPESampler(
             seed=int(stream.generate_state(1)[0]), n_startup_trials=num_near, constant_liar=False
         )
@@ -256,7 +274,7 @@ def _check_fingerprint(study: optuna.Study, wanted: Mapping[str, str], path: Pat
 def _distribution(knob: Knob) -> BaseDistribution:
     if knob.is_integer:
         return IntDistribution(int(knob.low), int(knob.high), log=knob.is_log)
-    return FloatDistribution(knob.low, knob.high, log=knob.is_log)
+    return FloatDistribution(knob.low, knob.high, log=knob.is_log, step=knob.step)
 
 
 def _has_ended(trial: FrozenTrial) -> bool:
