@@ -189,6 +189,9 @@ async def _serve(
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        # A signal is ours only once the server has begun; before, it would end the process unheard.
+        await asyncio.sleep(0)
     loading = _load(settings, tuned_for)
     await asyncio.wait(
         (asyncio.ensure_future(serving), loading), return_when=asyncio.FIRST_COMPLETED
