@@ -189,7 +189,7 @@ async def _serve(
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not (server.started or serving.done()):
+    while not (server.started or serving.done()):  # noqa: ASYNC110 - uvicorn offers no event
         # A signal is ours only once the server has begun; before, it would end the process unheard.
         await asyncio.sleep(0)
     loading = _load(settings, tuned_for)

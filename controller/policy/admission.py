@@ -190,6 +190,8 @@ def verdict_on_late(
         # Late for the paced deadline, not for the promise: kept, behind those who are on time.
         return None
     if alone_s > target_s:
+        # What is told must agree with why.
+        predicted_ttft_s = max(predicted_ttft_s, alone_s)
         reason, message = TTFT_UNREACHABLE, f"even an idle server needs {alone_s:.3g} s"
     elif is_expired:
         reason, message = DEADLINE_EXPIRED, f"the first token was due after {target_s:.3g} s"

@@ -281,3 +281,10 @@ def test_kept_requests_hear_only_what_changes() -> None:
         ("e", "admit", "overloaded", True),
     ]
     assert heard[0].predicted_ttft_s == 1.0
+
+
+def test_the_prediction_of_a_refusal_agrees_with_its_reason() -> None:
+    request = waiting("r", 100, slo=Slo(ttft_s=0.1))
+    verdict = verdict_on_late(request, 0.0, 0.05, 0.4, PolicyConfig())
+    assert verdict is not None
+    assert (verdict.reason, verdict.predicted_ttft_s) == ("ttft_unreachable", 0.4)
