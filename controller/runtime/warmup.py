@@ -36,7 +36,8 @@ def run_sweep(
     """Execute every shape that the pool holds and return (features, least seconds) for each.
 
     The least of the repeats: what else the machine does can only add to a step, and a prior that is
-    too slow refuses promises that nothing would then correct. The very first execution is not timed: it pays for lazy set-up, not for work.
+    too slow refuses promises that nothing would then correct. The very first execution is not
+    timed: it pays for lazy set-up, not for work.
     """
     samples: list[tuple[StepFeatures, float]] = []
     is_first = True
