@@ -15,7 +15,7 @@ from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.slo import OnInfeasible, Promise, Slo
 from engine.config import EngineConfig
 from engine.ports import EngineView, Planner, RequestView
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, RequestPhase
 from engine.step import AdmissionAction, StepPlan
 from tests.controller.policy.doubles import (
     GPU_FLOOR_S,
@@ -136,15 +136,18 @@ def test_with_a_free_seat_whoever_is_due_waits_for_one_turn_at_most(
         nonlocal worst
         due = [
             r
-            for r in view.waiting
-            if promise_of(r).slo.ttft_s is None and r.arrived_at <= view.now - config.max_wait_s
+            for r in (*view.running, *view.waiting)
+            if not r.is_decoding
+            and promise_of(r).slo.ttft_s is None
+            and r.arrived_at <= view.now - config.max_wait_s
         ]
         started = {work.request_id for work in plan.work}
         if not plan.work or len(view.running) >= view.max_num_seqs or not due:
             waits.clear()
             return
+        # A prompt that has begun may be the oldest: then it has the turn.
         oldest = min(due, key=lambda request: request.arrived_at)
-        if oldest.request_id not in started:
+        if oldest.phase is RequestPhase.WAITING and oldest.request_id not in started:
             waits[oldest.request_id] += 1
             worst = max(worst, waits[oldest.request_id])
 
