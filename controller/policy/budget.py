@@ -188,6 +188,16 @@ def most_tokens_within(
     return int(low if found < 0 else min(inner[found], high - 1.0))
 
 
+def probed_tokens(curve: LatencyCurve, limit_s: float, most_tokens: int) -> int:
+    """The prompt tokens, at most `most_tokens`, whose MEAN is at most `limit_s`; 0 if not one fits.
+
+    For a step now and then where the upper bound lets nothing through: a margin that a change of
+    speed has widened shrinks only by steps of the kind that it forbids.
+    """
+    fits = int(curve.mean_s.searchsorted(limit_s, side="right")) - 1
+    return 0 if fits < 0 else min(most_tokens, int(curve.tokens[fits]))
+
+
 def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArray) -> int:
     """N⁻: the smallest budget with which, for every k, the first k pieces of `work` (n,) are done
     within `time_left_s[k]`.

@@ -21,6 +21,7 @@ from controller.policy.budget import (
     knee_tokens,
     latency_curve,
     most_tokens_within,
+    probed_tokens,
     settle_tokens,
     spread,
 )
@@ -130,8 +131,14 @@ class SloPlanner:
                 pacing.limit_s,
                 pacing.upper_share,
             )
+            is_probe = False
+            if within == 0 and view.step_no % config.probe_period == 0:
+                within = probed_tokens(judged.curve, pacing.limit_s, view.block_size)
+                is_probe = within > 0
             seated = seat(view, judged, ledger, intake, running, within, room, config)
             budget = self._choose(view, judged, seated, load, pacing, within, room)
+            if is_probe and budget.num_tokens > 0:
+                budget = budget._replace(binding="explore")
             amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
             starting = []
             for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True):

@@ -34,7 +34,9 @@ class PolicyConfig:
     many waiting requests one step looks at.
 
     Probes: a target that the model calls unreachable is tried all the same on an empty engine, in
-    one of `probe_period` passes, if the prediction is within `probe_factor` times the target.
+    one of `probe_period` passes, if the prediction is within `probe_factor` times the target. In as
+    many steps a block of prompt tokens is computed beside streams where the mean allows it and the
+    upper bound does not: a margin that is too wide would otherwise forbid what narrows it.
 
     Conflict: `started_factor` is how much dearer a started prefill is to drop; `length_neutrality`
     in [0, 1] moves shedding from count-optimal (0: long prompts go first) to length-neutral (1:
