@@ -191,7 +191,9 @@ def _bounds(values: Sequence[float], *, is_log: bool) -> tuple[float, float]:
     if is_log:
         # A little room on either side, and a span even for a single point.
         return max(low, 1e-12) / 1.25, max(high, 1e-12) * 1.25
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    # A span that ticks could not tell apart is none.
+    least = 1e-9 * max(1.0, abs(low), abs(high))
+    return (low, high) if high - low > least else (low - 0.5, high + 0.5)
 
 
 def _ticks(bounds: tuple[float, float], *, is_log: bool) -> list[float]:

@@ -228,3 +228,9 @@ def test_a_chart_of_nothing_says_so() -> None:
 def test_colours_repeat_when_they_run_out() -> None:
     text = legend([f"p{i}" for i in range(NUM_COLOURS + 1)])
     assert text.count("k0") == 2
+
+
+def test_a_span_too_small_for_ticks_is_widened() -> None:
+    for x, y in ((5e-324, 1.0), (1.0, 1.0 + 2e-16), (1e-13, 1.0)):
+        chart = line_chart("t", [Line("a", ((0.0, 1.0), (x, y)))], "x", "y", is_share=False)
+        assert_within(chart)
