@@ -94,7 +94,12 @@ class Refitter:
             self._changed.notify()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Load the solver, then start the thread.
+
+        Here, not on the thread: an import holds up the loop's thread for a second, in which the
+        first promises would be broken and the model would be taught a step that never was.
+        """
+        load_solver()
         self._thread = threading.Thread(target=self._loop, name="refits", daemon=True)
         self._thread.start()
 
@@ -125,8 +130,6 @@ class Refitter:
         return True
 
     def _loop(self) -> None:
-        # Before there is much to serve: an import holds up the loop's thread, a fit hardly does.
-        load_solver()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._job is not None)

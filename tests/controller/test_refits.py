@@ -117,3 +117,15 @@ def test_the_thread_runs_jobs_and_ends_when_closed(monkeypatch: pytest.MonkeyPat
     refitter.close(60.0)
     assert threads == ["refits"]
     assert not any(thread.name == "refits" for thread in threading.enumerate())
+
+
+def test_the_solver_is_there_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_on: list[threading.Thread] = []
+    monkeypatch.setattr(
+        "controller.runtime.refits.load_solver",
+        lambda: loaded_on.append(threading.current_thread()),
+    )
+    refitter = Refitter(flat_prior(RefittedLeastSquares), lambda answer, report: None)
+    refitter.start()
+    refitter.close()
+    assert loaded_on == [threading.current_thread()]
