@@ -211,10 +211,10 @@ class JudgedPlanes(ABC):
         it.
         """
 
-    def _remember(self, features: StepFeatures, taught_s: float) -> None:  # noqa: B027
+    def _remember(self, features: StepFeatures, taught_s: float) -> None:  # noqa: B027 - optional
         """Keep a sample that passed, as it is to be learnt; a learner without a memory need not."""
 
-    def _memory_shifted(self, factor: float) -> None:  # noqa: B027
+    def _memory_shifted(self, factor: float) -> None:  # noqa: B027 - optional
         """Hear that the same work takes `factor` times as long from now on."""
 
     def _install(self, index: int, plane: NonNegativePlane) -> None:

@@ -56,7 +56,7 @@ def execute(
         return execution
     left = most_retries(len(plan.work))
     stack: list[tuple[StepWork, ...]] = [plan.work]
-    while stack and execution.num_retries <= left:
+    while stack and execution.num_retries < left:
         work = stack.pop()
         if work is not plan.work:
             execution.num_retries += 1
@@ -73,8 +73,6 @@ def execute(
                 work = (*work[first:], *work[:first])
             middle = len(work) // 2
             stack += [work[middle:], work[:middle]]
-        if execution.num_retries == left:
-            break
     return execution
 
 

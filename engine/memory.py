@@ -33,11 +33,6 @@ class KvMemory:
         self._num_failed_swaps = 0
 
     @property
-    def pool(self) -> BlockPool:
-        """The device's blocks."""
-        return self._pool
-
-    @property
     def num_free_host_blocks(self) -> int:
         """Host blocks that hold nothing."""
         return 0 if self._host is None else self._host.num_free

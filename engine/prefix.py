@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -158,10 +157,6 @@ class PrefixCache:
     def is_idle(self) -> bool:
         """Whether nobody watches, runs or is on the host, and nothing is kept of those who did."""
         return not (self._limits or self._expecting or self._matches or self._num_committed)
-
-    def count_unheld(self, blocks: Sequence[int]) -> int:
-        """Return how many distinct blocks of `blocks` nobody holds."""
-        return self._pool.count_unheld(blocks)
 
     def watch(self, request: Request) -> None:
         """Match a waiting or preempted request, now and until `start` or `unwatch`.

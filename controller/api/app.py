@@ -115,7 +115,7 @@ def _correct_description(app: FastAPI) -> None:
                 schemas.setdefault(name, schema)
         return describe()
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents
 
 
 def _version() -> str:

@@ -81,7 +81,7 @@ def _wrong(message: str, suffix: str = "", code: str = "invalid_value") -> Pydan
     return PydanticCustomError("wrong_value", "{problem}", context)
 
 
-_BAD_TOKEN = "invalid_token_id"  # noqa: S105
+_BAD_TOKEN = "invalid_token_id"  # noqa: S105 - an error code, no secret
 Text = Annotated[str, AfterValidator(_check_text)]
 Salt = Annotated[
     Text,

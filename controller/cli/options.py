@@ -47,7 +47,7 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
         function(flags=given, **kwargs)
 
     parameters = own + [_parameter(name, Settings.model_fields[name]) for name in names]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     # typer follows `__wrapped__` to the undecorated signature otherwise.
     del wrapper.__wrapped__

@@ -154,9 +154,9 @@ def tune(
         check_name(name)
         knobs = knobs_named(knob or ())
         if not out.parent.is_dir():
-            raise ValueError(f"--out {out}: no directory {out.parent}")  # noqa: TRY301
+            raise ValueError(f"--out {out}: no directory {out.parent}")  # noqa: TRY301 - one exit
         if [trace, generate, run].count(None) != 2:
-            raise ValueError("give one of --trace, --generate and --run")  # noqa: TRY301
+            raise ValueError("give one of --trace, --generate and --run")  # noqa: TRY301 - one exit
         settings = _settings(slo_class, default_slo_class, config, url)
         counts = {
             "seed": seed,

@@ -181,11 +181,6 @@ class StaticPlanner(BaselinePlanner):
         return PromptBudget(order, room)
 
 
-def WholePromptPlanner() -> StaticPlanner:  # noqa: N802
-    """Return the planner that never splits a prompt (the "whole prompt" row of the spike)."""
-    return StaticPlanner(None)
-
-
 def _arrival_key(request: RequestView) -> tuple[float, ...]:
     return (request.arrived_at,)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from controller.policy.baselines import StaticPlanner, WholePromptPlanner
+from controller.policy.baselines import StaticPlanner
 from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
 from controller.policy.baselines_shedding import SheddingPlanner
 from controller.policy.lengths import OutputLengths
@@ -51,7 +51,7 @@ def make_planner(
         case "slo":
             return SloPlanner(config, cost_model, output_lengths, model_version, swap_block_s)
         case "whole":
-            return WholePromptPlanner()
+            return StaticPlanner(None)
         case "slack-greedy":
             return SlackGreedyPlanner(cost_model)
         case "smallest-feasible":

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from costmodel.features import StepFeatures
-from costmodel.prior import SweepShape
+from costmodel.prior import SweepShape, sweep_plan
 from engine.blocks import num_blocks_for
 from engine.clock import Clock
 from engine.config import EngineConfig
@@ -23,8 +23,20 @@ from engine.step import StepPlan, StepWork, WorkKind
 # noisy and cheap to repeat, long ones are neither.
 _ENOUGH_S = 0.5
 _MAX_REPEATS = 3
+# Long enough to tell the coefficients apart, short enough to start a server in seconds on a CPU.
+_LONGEST_CHUNK = 512
+_LONGEST_CONTEXT = 2048
 # As many as a preempted request may hold: enough to stand out beside one step.
 _SWAPPED_BLOCKS = 64
+
+
+def sweep_shapes(config: EngineConfig) -> tuple[SweepShape, ...]:
+    """Return the steps of a warm-up within the engine's limits; the simulator times the same."""
+    return sweep_plan(
+        min(config.max_num_batched_tokens, _LONGEST_CHUNK),
+        config.max_num_seqs,
+        min(config.max_model_len, _LONGEST_CONTEXT),
+    )
 
 
 def run_sweep(

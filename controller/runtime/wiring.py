@@ -27,8 +27,8 @@ from controller.runtime.snapshots import SnapshotKeeper, Start, start_model
 from controller.runtime.streams import StreamHub
 from controller.runtime.tally import Tally
 from controller.runtime.tuned_for import TunedFor
-from controller.runtime.warmup import run_sweep, time_swap
-from costmodel.prior import Sample, SweepShape, sweep_plan
+from controller.runtime.warmup import run_sweep, sweep_shapes, time_swap
+from costmodel.prior import Sample, SweepShape
 from costmodel.refitted import RefittedLeastSquares
 from costmodel.snapshot import SnapshotKey
 from engine.blocks import BlockPool
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what comes next)."""
-
-# Long enough to tell the coefficients apart, short enough to start a server in seconds on a CPU.
-_LONGEST_WARMUP_CHUNK = 512
-_LONGEST_WARMUP_CONTEXT = 2048
 
 
 class StartupError(Exception):
@@ -296,11 +292,7 @@ def _start_model(
     """Return the model that an earlier run left, or one whose prior is a timed sweep."""
     shapes: Sequence[SweepShape] = ()
     if settings.is_warmup_enabled:
-        shapes = sweep_plan(
-            min(config.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
-            config.max_num_seqs,
-            min(config.max_model_len, _LONGEST_WARMUP_CONTEXT),
-        )
+        shapes = sweep_shapes(config)
 
     def time_steps(chosen: Sequence[SweepShape]) -> list[Sample]:
         return run_sweep(engine.runner, config, clock, _count(chosen, progress))

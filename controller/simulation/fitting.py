@@ -114,7 +114,7 @@ def profile_of_snapshot(document: Mapping[str, Any]) -> HardwareProfile:
     try:
         stored = read_mapping(document, "key", "snapshot")
         names = SnapshotKey.__slots__
-        key = SnapshotKey(**{name: stored.get(name) for name in names})  # type: ignore[arg-type]
+        key = SnapshotKey(**{name: stored.get(name) for name in names})  # type: ignore[arg-type]  # checked by it
         learner = load_model(document, key)
     except SnapshotError as error:
         raise HardwareError(str(error)) from error

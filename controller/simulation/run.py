@@ -17,7 +17,7 @@ from controller.policy.settings import PolicyConfig
 from controller.policy.slo import SloClass
 from controller.runtime.feedback import Learner, PromiseKeeper, Teacher
 from controller.runtime.refits import Refitter
-from controller.runtime.warmup import run_sweep
+from controller.runtime.warmup import run_sweep, sweep_shapes
 from controller.simulation.hardware import Device, HardwareProfile
 from controller.simulation.oracle import OracleModel
 from controller.simulation.population import Population, PopulationRunner
@@ -26,7 +26,7 @@ from controller.workload.arrivals import Workload
 from costmodel.base import CostModel
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
-from costmodel.prior import fit_prior, sweep_plan
+from costmodel.prior import fit_prior
 from costmodel.refitted import RefittedLeastSquares
 from engine.blocks import BlockPool
 from engine.clock import Clock, MonotonicClock, VirtualClock
@@ -45,9 +45,6 @@ LEARNERS: Final[tuple[LearnerKind, ...]] = ("learned", "refitted", "prior", "ora
 _RETRY_S: Final = 0.05
 _MAX_IDLE_S: Final = 900.0
 _MAX_PASSES_AT_ONCE: Final = 10_000
-# The warm-up of a server that loads a model.
-_LONGEST_WARMUP_CHUNK: Final = 512
-_LONGEST_WARMUP_CONTEXT: Final = 2048
 _PROGRESS_STEPS: Final = 256
 
 
@@ -278,12 +275,7 @@ def _cost_model(
     clock = VirtualClock()
     # The warm-up's noise is its own: the workload's begins at the same place for every learner.
     runner = PopulationRunner(clock, Device(hardware, config.seed + (1 << 32)), {})
-    shapes = sweep_plan(
-        min(engine.max_num_batched_tokens, _LONGEST_WARMUP_CHUNK),
-        engine.max_num_seqs,
-        min(engine.max_model_len, _LONGEST_WARMUP_CONTEXT),
-    )
-    samples = run_sweep(runner, engine, clock, shapes)
+    samples = run_sweep(runner, engine, clock, sweep_shapes(engine))
     if config.learner == "refitted":
         return fit_prior(samples, RefittedLeastSquares)
     return fit_prior(samples)

@@ -169,7 +169,7 @@ def _json_class(value: Any) -> str | None:
         return None
     if not isinstance(value, str):
         # One exception for every bad cell: the reader adds file, line and column to it.
-        raise ValueError(  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004 - see above
             f"must be the name of a class, got {reprlib.repr(value)}"
         )
     return _text_class(value)

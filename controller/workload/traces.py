@@ -85,7 +85,7 @@ def read_trace(
     return jitter(workload, jitter_s, seed) if jitter_s else workload
 
 
-def write_trace(workload: Workload, path: Path | str, *, format: str = "auto") -> None:  # noqa: A002
+def write_trace(workload: Workload, path: Path | str, *, format: str = "auto") -> None:  # noqa: A002 - as in read
     """Write a workload in one of our own formats, `csv` or `jsonl`; `auto` takes the file's suffix.
 
     Columns or keys: at_s, num_prompt_tokens, num_output_tokens, slo_class (empty or null = the

@@ -50,7 +50,7 @@ class CudaRecorder:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warm up on a side stream, where lazy set-up may synchronise, then capture."""
         current = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch
         side.wait_stream(current)
         with torch.cuda.stream(side):
             run()

@@ -24,7 +24,7 @@ _MOST_MEMORY = 0.25
 
 def is_available() -> bool:
     """Whether this build of torch has oneDNN's product with a reordered weight."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch
         return False
     namespace = torch.ops.mkldnn
     return all(hasattr(namespace, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))

@@ -28,8 +28,8 @@ class _EventSpan:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
 
     def begin(self) -> None:
         self._start.record(torch.cuda.current_stream(self._device))

@@ -155,6 +155,6 @@ class _GenerationTag(Extension):
 
 
 # Parses only, as transformers will: nothing is rendered by it.
-_TEMPLATES = Environment(  # noqa: S701
+_TEMPLATES = Environment(  # noqa: S701 - parsed only
     extensions=["jinja2.ext.loopcontrols", _GenerationTag], trim_blocks=True, lstrip_blocks=True
 )

@@ -86,7 +86,7 @@ class StepBuffer:
             np.copyto(host[start : start + array.size], array.ravel(), casting="same_kind")
         sent = self._host[: starts[-1]].to(self._device, non_blocking=True, copy=True)
         if self._is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             self._copied.record(torch.cuda.current_stream(self._device))
         return [
             sent[start : start + array.size].view(array.shape)

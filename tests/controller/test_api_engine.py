@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ def save_tiny_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    folder = tmp_path_factory.mktemp("tiny")
+@contextmanager
+def tiny_runtime(folder: Path, **changes: Any) -> Iterator[Runtime]:
+    """A started server over the tiny model in `folder`, without its door."""
     save_tiny_model(folder)
     settings = Settings(
         model=str(folder),
@@ -69,20 +70,31 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
         kv_cache_memory_bytes=1 << 20,
         max_model_len=CONTEXT,
         is_warmup_enabled=False,
+        **changes,
     )
     made = build_runtime(settings, lambda done, total, what: None)
     yield made
     made.close()
 
 
-@pytest.fixture(scope="module")
-def app(runtime: Runtime) -> FastAPI:
+def door_of(runtime: Runtime) -> FastAPI:
     return create_app(
         runtime.service,
         slo_classes=runtime.settings.slo_classes,
         metrics=runtime.metrics,
         telemetry_reader=runtime.reader,
     )
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    with tiny_runtime(tmp_path_factory.mktemp("tiny")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def app(runtime: Runtime) -> FastAPI:
+    return door_of(runtime)
 
 
 def gauge(app: FastAPI, name: str) -> float:

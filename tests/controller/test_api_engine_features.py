@@ -14,11 +14,9 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.api.app import create_app
-from controller.config import Settings
-from controller.runtime.wiring import Runtime, build_runtime
+from controller.runtime.wiring import Runtime
 from tests.controller.service_double import call, run_async, sse
-from tests.controller.test_api_engine import COMPLETIONS, CONTEXT, save_tiny_model
+from tests.controller.test_api_engine import COMPLETIONS, door_of, tiny_runtime
 
 pytestmark = pytest.mark.device
 
@@ -29,32 +27,13 @@ MANY = 20_000
 
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    settings = Settings(
-        model=str(folder),
-        served_model_name="tiny",
-        dtype="float32",
-        device="cpu",
-        db=f"sqlite:///{folder / 'telemetry.db'}",
-        kv_cache_memory_bytes=1 << 20,
-        max_model_len=CONTEXT,
-        block_size=BLOCK,
-        is_warmup_enabled=False,
-    )
-    made = build_runtime(settings, lambda done, total, what: None)
-    yield made
-    made.close()
+    with tiny_runtime(tmp_path_factory.mktemp("tiny"), block_size=BLOCK) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def app(runtime: Runtime) -> FastAPI:
-    return create_app(
-        runtime.service,
-        slo_classes=runtime.settings.slo_classes,
-        metrics=runtime.metrics,
-        telemetry_reader=runtime.reader,
-    )
+    return door_of(runtime)
 
 
 def complete(app: FastAPI, **body: Any) -> Any:

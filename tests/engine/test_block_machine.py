@@ -119,7 +119,7 @@ class BlockMachine(RuleBasedStateMachine):
             missing = self.pool.num_missing(
                 request.num_computed_tokens + num_tokens, request.block_table
             )
-            if self.cache.count_unheld(request.block_table) + missing > self.pool.num_free:
+            if self.pool.count_unheld(request.block_table) + missing > self.pool.num_free:
                 return
             matched = list(request.block_table)
             num_spared = self.cache.start(request)

@@ -78,6 +78,19 @@ def test_many_culprits_take_more_steps_but_nobody_else() -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("num_requests", [5, 8])
+def test_no_set_of_culprits_costs_more_than_the_bound(num_requests: int) -> None:
+    for chosen in range(1, 1 << num_requests):
+        engine, requests = make_engine(num_blocks=512), batch(num_requests)
+        for request in requests:
+            engine.loop.submit(request)
+        poison(engine, *(f"r{i}" for i in range(num_requests) if chosen >> i & 1))
+        report = engine.step()
+        assert report is not None
+        assert report.finished
+        assert report.num_retries <= most_retries(num_requests)
+
+
 def test_a_device_that_fails_everything_ends_everybody_within_as_many_steps() -> None:
     engine, requests = make_engine(num_blocks=512), batch(16)
     for request in requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.policy.baselines import StaticPlanner, WholePromptPlanner
+from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.slo import Slo
@@ -32,7 +32,7 @@ def slo_planner() -> SloPlanner:
 
 
 def test_the_whole_prompt_freezes_everybody() -> None:
-    gap, _, _ = spike(WholePromptPlanner())
+    gap, _, _ = spike(StaticPlanner(None))
     assert gap > 15 * NORMAL_S
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.policy.baselines import StaticPlanner, WholePromptPlanner
+from controller.policy.baselines import StaticPlanner
 from controller.policy.slo import Slo
 from engine.ports import EngineView, Planner
 from engine.step import Preemption, StepPlan
@@ -57,12 +57,12 @@ def test_a_whole_prompt_is_never_split_unless_the_engine_must() -> None:
         waiting=[waiting("a", 60), waiting("b", 60)],
         max_num_batched_tokens=100,
     )
-    assert sizes(plan(WholePromptPlanner(), view)) == [("s", 1), ("a", 60)]
+    assert sizes(plan(StaticPlanner(None), view)) == [("s", 1), ("a", 60)]
     alone = view_of(waiting=[waiting("long", 150)], max_num_batched_tokens=100)
-    step = plan(WholePromptPlanner(), alone)
+    step = plan(StaticPlanner(None), alone)
     assert sizes(step) == [("long", 100)]
     rest = view_of(running=[running(waiting("long", 150), 100, 0)], max_num_batched_tokens=100)
-    assert sizes(plan(WholePromptPlanner(), rest)) == [("long", 50)]
+    assert sizes(plan(StaticPlanner(None), rest)) == [("long", 50)]
 
 
 def test_blocks_and_seats_bound_the_newcomers() -> None:
