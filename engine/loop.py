@@ -120,9 +120,9 @@ class EngineLoop:
         plan, batch = self._prepare(plan, planned_at)
         execution = execute(self._runner, plan, batch, self._step_no)
         executed_at = self._clock.now()
-        tokens, scores = self._commit(execution, executed_at)
+        outcome = self._commit(execution, executed_at)
         return self._report(
-            plan, execution, tokens, scores, started_at, planned_at - now, executed_at - planned_at
+            plan, batch, execution, outcome, started_at, planned_at - now, executed_at - planned_at
         )
 
     def abort(self, failure: str) -> tuple[Request, ...]:
@@ -192,34 +192,43 @@ class EngineLoop:
 
     def _prepare(self, plan: StepPlan, now: float) -> tuple[StepPlan, dict[str, Request]]:
         """Start who starts, give everybody blocks; return what can be executed and whose it is."""
-        num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
-        if num_tokens > self._config.max_num_batched_tokens:
-            raise PlanError(
-                f"{num_tokens} tokens planned, at most {self._config.max_num_batched_tokens}"
-            )
-        batch = {work.request_id: self._known(work.request_id) for work in plan.work}
-        if len(batch) != len(plan.work):
-            raise PlanError("a request appears twice in a plan")
-        starting = []
+        requests, running = self._requests, RequestPhase.RUNNING
+        batch: dict[str, Request] = {}
+        starting: list[Request] = []
+        num_planned = 0
         for work in plan.work:
-            request = batch[work.request_id]
-            if not (
-                0 < work.num_tokens <= request.num_remaining_tokens
-                and work.num_computed_tokens == request.num_computed_tokens
+            request_id, _, num_tokens, num_computed = work
+            request = requests.get(request_id) or self._known(request_id)
+            if (
+                num_computed != request.num_computed_tokens
+                or not 0 < num_tokens <= request.num_remaining_tokens
             ):
                 raise PlanError(
                     f"{work} contradicts {request.num_computed_tokens} computed of"
                     f" {request.num_known_tokens} tokens"
                 )
-            if request.phase is not RequestPhase.RUNNING:
-                self._start(request, now)
+            batch[request_id] = request
+            num_planned += num_tokens
+            if request.phase is not running:
                 starting.append(request)
+        if num_planned > self._config.max_num_batched_tokens:
+            raise PlanError(
+                f"{num_planned} tokens planned, at most {self._config.max_num_batched_tokens}"
+            )
+        if len(batch) != len(plan.work):
+            raise PlanError("a request appears twice in a plan")
+        for request in starting:
+            self._start(request, now)
         # What starters share is theirs before anybody's new blocks push it out of the cache.
         lost = [request for request in starting if not self._memory.bring_back(request)]
         plan = self._without(plan, lost) if lost else plan
-        for work in plan.work:
-            self._memory.grow(batch[work.request_id], work.num_context_tokens)
-        if len(self._by_phase[RequestPhase.RUNNING]) > self._config.max_num_seqs:
+        # Most steps of a decode stay within its last block: asked here, not of the memory.
+        block_size = self._pool.block_size
+        for request_id, _, num_tokens, num_computed in plan.work:
+            request = batch[request_id]
+            if len(request.block_table) * block_size < num_computed + num_tokens:
+                self._memory.grow(request, num_computed + num_tokens)
+        if len(self._by_phase[running]) > self._config.max_num_seqs:
             raise PlanError(f"more than {self._config.max_num_seqs} running requests planned")
         return plan, batch
 
@@ -249,64 +258,53 @@ class EngineLoop:
         for request_id, failure in execution.failures.items():
             self._finish(self._requests[request_id], FinishReason.ERROR, at, failure)
         scores = tuple(
-            fresh for item in execution.prompt_scores if (fresh := self._fresh(item)) is not None
+            fresh
+            for item in execution.prompt_scores
+            if (fresh := self._requests[item.request_id].take_scores(item)) is not None
         )
-        for work in execution.done:
-            request = self._requests[work.request_id]
-            request.num_computed_tokens += work.num_tokens
-            self._memory.commit(request)
-        tokens = tuple(
-            token for result in execution.tokens if (token := self._emit(result, at)) is not None
-        )
-        return tokens, scores
+        requests, block_size = self._requests, self._pool.block_size
+        for request_id, _, num_tokens, num_before in execution.done:
+            request = requests[request_id]
+            num_computed = request.num_computed_tokens = num_before + num_tokens
+            # Only a block that has become full gets a name.
+            if num_computed // block_size > num_before // block_size:
+                self._memory.commit(request)
+        return self._emit(execution.tokens, at), scores
 
-    def _fresh(self, scores: PromptScores) -> PromptScores | None:
-        """Return the scores that the client has not got: a recomputed prompt is scored again."""
-        request = self._requests[scores.request_id]
-        first = request.num_scored_tokens + 1
-        tokens = scores.tokens[max(0, first - scores.start) :]
-        if not tokens:
-            return None
-        request.num_scored_tokens += len(tokens)
-        return PromptScores(scores.request_id, first, tokens)
-
-    def _emit(self, result: SampledToken, at: float) -> EmittedToken | None:
-        request = self._requests[result.request_id]
-        if result.failure is not None:
-            self._finish(request, FinishReason.ERROR, at, result.failure)
-            self._memory.forget_prefixes()
-            return None
-        if request.max_tokens == 0:
-            # Only its prompt was wanted, and that is computed now.
-            self._finish(request, FinishReason.LENGTH, at)
-            return None
-        index = request.num_output_tokens
-        request.output_token_ids.append(result.token_id)
-        if request.first_token_at is None:
-            request.first_token_at = at
-        request.last_token_at = at
-        reason = self._finish_reason(request, result.token_id)
-        if reason is not None:
-            self._finish(request, reason, at)
-        return EmittedToken(
-            request_id=result.request_id,
-            token_id=result.token_id,
-            index=index,
-            at=at,
-            logprob=result.logprob,
-            top_logprobs=result.top_logprobs,
-        )
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        num_output = request.num_output_tokens
-        if token_id in request.sampling.stop_token_ids and num_output > request.sampling.min_tokens:
-            return FinishReason.STOP
+    def _emit(self, results: Sequence[SampledToken], at: float) -> tuple[EmittedToken, ...]:
+        """Give each request its token and end who is done; one loop, for it runs per token."""
+        requests = self._requests
         # The next step would need the KV of every known token; what the pool or the context cannot
         # hold ends here.
         limit = min(self._config.max_model_len, self._memory.most_tokens)
-        if num_output >= request.max_tokens or request.num_known_tokens >= limit:
-            return FinishReason.LENGTH
-        return None
+        emitted = []
+        for result in results:
+            request_id, token_id = result.request_id, result.token_id
+            request = requests[request_id]
+            if result.failure is not None:
+                self._finish(request, FinishReason.ERROR, at, result.failure)
+                self._memory.forget_prefixes()
+                continue
+            max_tokens, sampling = request.max_tokens, request.sampling
+            if max_tokens == 0:
+                # Only its prompt was wanted, and that is computed now.
+                self._finish(request, FinishReason.LENGTH, at)
+                continue
+            output = request.output_token_ids
+            index = len(output)
+            output.append(token_id)
+            if request.first_token_at is None:
+                request.first_token_at = at
+            request.last_token_at = at
+            num_output = index + 1
+            if token_id in sampling.stop_token_ids and num_output > sampling.min_tokens:
+                self._finish(request, FinishReason.STOP, at)
+            elif num_output >= max_tokens or len(request.prompt_token_ids) + num_output >= limit:
+                self._finish(request, FinishReason.LENGTH, at)
+            emitted.append(
+                EmittedToken(request_id, token_id, index, at, result.logprob, result.top_logprobs)
+            )
+        return tuple(emitted)
 
     def _finish(
         self, request: Request, reason: FinishReason, at: float, failure: str | None = None
@@ -328,9 +326,9 @@ class EngineLoop:
     def _report(
         self,
         plan: StepPlan,
+        batch: Mapping[str, Request],
         execution: Execution,
-        tokens: tuple[EmittedToken, ...],
-        prompt_scores: tuple[PromptScores, ...],
+        outcome: tuple[tuple[EmittedToken, ...], tuple[PromptScores, ...]],
         started_at: float,
         planner_s: float,
         execute_s: float,
@@ -356,8 +354,8 @@ class EngineLoop:
             num_preempted=len(self._by_phase[RequestPhase.PREEMPTED]),
             num_blocks_used=self._pool.num_used,
             num_blocks_total=self._pool.num_total,
-            tokens=tokens,
-            prompt_scores=prompt_scores,
+            tokens=outcome[0],
+            prompt_scores=outcome[1],
             finished=tuple(ended),
             failure=None if execution.done else execution.first_failure,
             num_retries=execution.num_retries,
@@ -368,7 +366,7 @@ class EngineLoop:
             num_host_blocks_total=self._memory.num_host_blocks_total,
         )
         self._ended = {}
-        named = self._named(plan, ended)
+        named = self._named(plan, batch, ended)
         for listener in self._listeners:
             try:
                 listener.on_step(report, named)
@@ -377,13 +375,13 @@ class EngineLoop:
                 logger.exception("a listener failed in step %d", report.step_no)
         return report
 
-    def _named(self, plan: StepPlan, ended: Mapping[str, Request]) -> dict[str, Request]:
-        named = dict(ended)
-        for request_id in (
-            *(work.request_id for work in plan.work),
-            *(admission.request_id for admission in plan.admissions),
-            *(preemption.request_id for preemption in plan.preemptions),
-        ):
+    def _named(
+        self, plan: StepPlan, batch: Mapping[str, Request], ended: Mapping[str, Request]
+    ) -> dict[str, Request]:
+        named = {**batch, **ended}
+        others = [item.request_id for item in plan.admissions]
+        others += [item.request_id for item in plan.preemptions]
+        for request_id in others:
             if request_id not in named:
                 named[request_id] = self._requests[request_id]
         return named

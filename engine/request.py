@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engine.step import Admission
+from engine.step import Admission, PromptScores
 
 
 class RequestPhase(enum.StrEnum):
@@ -162,6 +162,17 @@ class Request:
         head = self.prompt_token_ids[start:num_prompt] if start < num_prompt else ()
         tail = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
         return [*head, *tail]
+
+    def take_scores(self, scores: PromptScores) -> PromptScores | None:
+        """Count prompt scores as delivered and return those that the client has not got, None if it
+        has all: a recomputed prompt is scored again.
+        """
+        first = self.num_scored_tokens + 1
+        tokens = scores.tokens[max(0, first - scores.start) :]
+        if not tokens:
+            return None
+        self.num_scored_tokens += len(tokens)
+        return PromptScores(self.request_id, first, tokens)
 
     def move(self, phase: RequestPhase) -> None:
         """Change phase; IllegalMoveError if the table does not allow it."""

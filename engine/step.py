@@ -190,16 +190,15 @@ class StepOutput:
     prompt_scores: Sequence[PromptScores] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EmittedToken:
-    """A sampled token after commit.
+class EmittedToken(NamedTuple):
+    """A sampled token after commit; a tuple, for every step makes one per stream.
 
     `index` counts the request's output tokens from 0; `at` is on the loop's clock.
     """
 
     request_id: str
     token_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # of the answer; nobody looks a token up in itself
     at: float
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
