@@ -18,12 +18,10 @@ from controller.policy.facts import (
     PROMISED_AT,
     TPOT_S,
     RunningTable,
-    live_promise,
 )
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
-from engine.ports import RequestView
 
 NO_PREFILL = PrefillLoad(np.empty(0), np.empty(0))
 ZERO_TOKENS = np.zeros(1)
@@ -75,6 +73,10 @@ def pace_decodes(
     is hopeless: holding the prompts back would not save it, so only the gap limit speaks for it.
     Where a decode-only step itself comes near the gap limit the limit is twice that step, so that
     prompts can progress at all.
+
+    `bank` lets a stream spend what it has in hand of its mean: the next token may come up to that
+    share of the way to first + n·pace·p. Not of the way to Dₙ: TPOT counts from the first token,
+    however early it was, so what an early one has left of T buys no later token any time.
     """
     num = decodes.num_decodes
     rows = np.zeros((2, NUM_FEATURES))
@@ -102,12 +104,15 @@ def pace_decodes(
             paced_s = pace * target_s
             period_s = min(period_s, float(paced_s.min()))
             next_at = last_at + paced_s
-            if config.bank > 0.0:
-                banked_at = np.array([_next_deadline_at(requests[i]) for i in live.tolist()])
-                banked_s = np.where(banked_at < math.inf, banked_at - next_at, 0.0)
-                next_at += config.bank * np.maximum(banked_s, 0.0)
             first_at = _instants([requests[i].first_token_at for i in live.tolist()], last_at)
-            even_at = first_at + decodes.num_output[live] * target_s
+            num_output = decodes.num_output[live]
+            if config.bank > 0.0:
+                tpot_s = decodes.facts[TPOT_S, live]
+                banked_s = first_at + num_output * (pace * tpot_s) - next_at
+                # What an end-to-end target leaves is shared anew at every token: nothing to spend.
+                banked_s = np.where(tpot_s <= target_s, banked_s, 0.0)
+                next_at += config.bank * np.maximum(banked_s, 0.0)
+            even_at = first_at + num_output * target_s
             worst_at = worst_due_at(even_at, last_at, target_s, config.upper_pace)
             upper_at = min(upper_at, float(np.maximum(worst_at, next_at).min()))
             tightest = int(next_at.argmin())
@@ -167,11 +172,3 @@ def _instants(instants: list[float | None], otherwise: float | FloatArray) -> Fl
     # None becomes not a number.
     known = np.array(instants, dtype=np.float64)
     return np.where(np.isnan(known), otherwise, known) if math.isnan(known.sum()) else known
-
-
-def _next_deadline_at(request: RequestView) -> float:
-    """Dₙ of the stream's next token; +inf while the promise has heard of none."""
-    promise = live_promise(request)
-    if promise is None or promise.base_at is None:
-        return math.inf
-    return promise.token_deadline_at(request.num_output_tokens + 1)

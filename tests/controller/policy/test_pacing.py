@@ -9,7 +9,7 @@ from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Promise, Slo
 from engine.request import Request
-from tests.controller.policy.doubles import LinearCostModel, decode, table_of
+from tests.controller.policy.doubles import LinearCostModel, decode, slo_class, table_of
 
 NOW = 10.0
 MODEL = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1)
@@ -64,23 +64,54 @@ def test_the_gap_limit_gives_a_slow_machine_room_for_prompts() -> None:
 
 
 def test_banked_slack_is_spent_only_when_asked() -> None:
-    stream = decode("a", slo=Slo(ttft_s=20.0, tpot_s=0.5), last_at=10.0)
+    stream = decode("a", slo=Slo(tpot_s=0.5), num_output=5, last_at=10.0)
+    stream.first_token_at = 9.2
     assert paced(stream).slack_s == pytest.approx(0.45)
-    bank = PolicyConfig(pace=0.9, bank=0.5, gap_limit_s=2.0)
-    # D_2 = 20 + 0.5; half of the way from 10.45.
-    pacing = paced(stream, config=bank)
-    assert pacing.slack_s == pytest.approx((20.5 - 10.45) / 2 + 0.45)
-    assert pacing.limit_s == pytest.approx(1.8)
-    untold = decode("b", slo=Slo(ttft_s=20.0, tpot_s=0.5), last_at=10.0)
-    assert isinstance(untold.promise, Promise)
-    untold.promise.base_at = None
-    assert paced(untold, config=bank).slack_s == pytest.approx(0.45)
+    # At 0.45 s a token the sixth would come at 9.2 + 5·0.45; half of the way there from 10.45.
+    half = PolicyConfig(pace=0.9, bank=0.5, gap_limit_s=2.0)
+    assert paced(stream, config=half).slack_s == pytest.approx((11.45 - 10.45) / 2 + 0.45)
+    whole = PolicyConfig(pace=0.9, bank=1.0, gap_limit_s=1.0)
+    pacing = paced(stream, config=whole)
+    assert pacing.slack_s == pytest.approx(1.45)
+    assert pacing.limit_s == pytest.approx(0.9)
+    # Whoever is behind its mean has its pace, not less.
+    stream.first_token_at = 7.0
+    assert paced(stream, config=whole).slack_s == pytest.approx(0.45)
 
 
-def test_banking_needs_a_schedule() -> None:
-    bank = PolicyConfig(pace=0.9, bank=1.0, gap_limit_s=2.0)
-    stream = decode("a", slo=Slo(e2e_s=15.0), last_at=10.0)
+def test_an_early_first_token_is_nothing_that_a_stream_could_spend() -> None:
+    # D_2 = 20.5, but TPOT counts from 10: to wait for D_2 would be to miss it.
+    stream = decode("a", slo=Slo(ttft_s=20.0, tpot_s=0.5), last_at=10.0)
+    bank = PolicyConfig(pace=0.9, bank=1.0, gap_limit_s=20.0)
     assert paced(stream, config=bank).slack_s == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize("bank", [0.035, 0.5, 1.0])
+@pytest.mark.parametrize("ttft_s", [0.5, 5.0])
+def test_a_stream_that_takes_all_its_time_still_keeps_its_mean(bank: float, ttft_s: float) -> None:
+    config = PolicyConfig(bank=bank, gap_limit_s=2.0)
+    promise = Promise(Slo(ttft_s=ttft_s, tpot_s=0.5), slo_class(), NOW)
+    stream = decode("a", slo=promise.slo)
+    stream.promise = promise
+    at = first_at = NOW + 0.1
+    # Quick for a while; then every token as late as it may come.
+    for number in range(1, 80):
+        promise.record_token(at)
+        stream.first_token_at, stream.last_token_at = first_at, at
+        stream.output_token_ids = [1] * number
+        stream.num_computed_tokens = stream.num_prompt_tokens + number - 1
+        pacing = pace_decodes(at, table_of([stream]), np.full(1, 99.0), config, MODEL)
+        at += 0.2 if number < 20 else pacing.limit_s
+    assert promise.judge().is_tpot_met
+
+
+def test_what_an_end_to_end_target_leaves_is_not_banked() -> None:
+    bank = PolicyConfig(pace=0.9, bank=1.0, gap_limit_s=2.0)
+    for slo in (Slo(e2e_s=12.0), Slo(tpot_s=1.0, e2e_s=12.0)):
+        # 2 s for the 6 tokens that are expected to come; 0.2 s a token until now.
+        stream = decode("a", slo=slo, num_output=5, last_at=10.0)
+        stream.first_token_at = 9.2
+        assert paced(stream, config=bank).slack_s == pytest.approx(0.9 * 2 / 6)
 
 
 def test_an_end_to_end_target_shares_what_is_left() -> None:
