@@ -60,14 +60,15 @@ class StepFeatures(NamedTuple):
     def of(cls, work: Iterable[StepWork], num_prompt_logits: int = 0) -> StepFeatures:
         """Sum the features of a step's work; the work does not tell which prompts end in it."""
         prefill = decodes = context = past = squared = chunks = 0
-        for item in work:
-            if item.kind is WorkKind.DECODE:
+        decode = WorkKind.DECODE
+        for _, kind, num_tokens, num_computed in work:
+            if kind is decode:
                 decodes += 1
-                context += item.num_context_tokens
+                context += num_computed + num_tokens
             else:
-                prefill += item.num_tokens
-                past += item.num_tokens * item.num_computed_tokens
-                squared += item.num_tokens * item.num_tokens
+                prefill += num_tokens
+                past += num_tokens * num_computed
+                squared += num_tokens * num_tokens
                 chunks += 1
         return cls(
             float(prefill),

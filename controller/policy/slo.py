@@ -122,18 +122,23 @@ class Promise:
         B = max(first_token_at, D_1) at the first token. A later token that is late by more than one
         p moves B so that its own deadline would have been `at`: one stall counts once.
         """
-        number = self.num_tokens + 1
-        deadline_at = self.token_deadline_at(number)
-        if self.last_token_at is None:
+        num_before, last_at, base_at = self.num_tokens, self.last_token_at, self.base_at
+        if last_at is None or base_at is None:
+            deadline_at = self.first_deadline_at
             self.first_token_at = at
             self.base_at = at if math.isinf(deadline_at) else max(at, deadline_at)
         else:
-            self.longest_gap_s = max(self.longest_gap_s, at - self.last_token_at)
+            if at - last_at > self.longest_gap_s:
+                self.longest_gap_s = at - last_at
             tpot_s = self.slo.tpot_s
-            if tpot_s is not None and at - deadline_at > tpot_s:
-                self.base_at = at - (number - 1) * tpot_s
+            deadline_at = math.inf
+            if tpot_s is not None:
+                # `token_deadline_at`, written out: this runs for every token.
+                deadline_at = base_at + num_before * tpot_s
+                if at - deadline_at > tpot_s:
+                    self.base_at = at - num_before * tpot_s
         self.num_tokens_on_time += at <= deadline_at
-        self.num_tokens = number
+        self.num_tokens = num_before + 1
         self.last_token_at = at
 
     def judge(self) -> Judgement:

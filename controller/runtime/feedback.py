@@ -31,7 +31,10 @@ class PromiseKeeper:
             if admission.is_degraded:
                 promise_of(requests[admission.request_id]).is_degraded = True
         for token in report.tokens:
-            promise_of(requests[token.request_id]).record_token(token.at)
+            promise = requests[token.request_id].promise
+            # `promise_of`, written out: this runs for every token.
+            assert isinstance(promise, Promise)  # noqa: S101 - as there
+            promise.record_token(token.at)
         for request_id in report.finished:
             request = requests[request_id]
             if request.max_tokens == 0 and request.finish_reason is FinishReason.LENGTH:
@@ -41,10 +44,11 @@ class PromiseKeeper:
 
 def features_of(report: StepReport) -> StepFeatures:
     """Return the features of an executed step, what it sampled and scored for prompts included."""
-    sampled = {token.request_id for token in report.tokens}
-    num_ends = sum(
-        item.kind is WorkKind.PREFILL and item.request_id in sampled for item in report.plan.work
-    )
+    prompts = [work.request_id for work in report.plan.work if work.kind is WorkKind.PREFILL]
+    num_ends = 0
+    if prompts:
+        sampled = {token.request_id for token in report.tokens}
+        num_ends = sum([request_id in sampled for request_id in prompts])
     num_scored = sum(len(scores.tokens) for scores in report.prompt_scores)
     return StepFeatures.of(report.plan.work, num_ends + num_scored)
 

@@ -93,40 +93,37 @@ class PopulationRunner(SimulatedRunner):
         super().__init__(clock, self._step_s, WORD_TOKEN, swap_block_s)
         self._device = device
         self._output_lengths = output_lengths
-        # One word per request, said again and again: a new one for every token costs more than the
-        # rest of a step.
-        self._words: dict[str, SampledToken] = {}
+        # One word per request, said again and again, and after how many its answer ends: a new one
+        # for every token costs more than the rest of a step.
+        self._answers: dict[str, tuple[SampledToken, int]] = {}
         self._num_prompt_ends = 0
 
     def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
         """Let the step's time pass; the last token of an answer is the end token."""
-        lengths, words = self._output_lengths, self._words
+        answers, prefill = self._answers, WorkKind.PREFILL
         tokens = []
         num_prompt_ends = 0
-        for work in plan.work:
-            request_id = work.request_id
+        for request_id, kind, num_tokens, num_computed in plan.work:
             request = requests[request_id]
             num_output = len(request.output_token_ids)
-            if work.kind is WorkKind.PREFILL:
-                num_known = len(request.prompt_token_ids) + num_output
-                if work.num_computed_tokens + work.num_tokens < num_known:
+            if kind is prefill:
+                if num_computed + num_tokens < len(request.prompt_token_ids) + num_output:
                     continue
                 num_prompt_ends += 1
-            # The requests of a warm-up are nobody's: they have no length of their own.
-            if num_output + 1 >= lengths.get(request_id, sys.maxsize):
-                tokens.append(SampledToken(request_id, END_TOKEN))
-                continue
-            word = words.get(request_id)
-            if word is None:
-                word = words[request_id] = SampledToken(request_id, WORD_TOKEN)
-            tokens.append(word)
+            answer = answers.get(request_id)
+            if answer is None:
+                # The requests of a warm-up are nobody's: they have no length of their own.
+                num_words = self._output_lengths.get(request_id, sys.maxsize) - 1
+                answer = answers[request_id] = (SampledToken(request_id, WORD_TOKEN), num_words)
+            word, num_words = answer
+            tokens.append(word if num_output < num_words else SampledToken(request_id, END_TOKEN))
         self._num_prompt_ends = num_prompt_ends
         self._clock.advance(self._step_s(plan))
         return StepOutput(tokens)
 
     def forget(self, request_id: str) -> None:
-        """Drop the token that was kept for a request."""
-        self._words.pop(request_id, None)
+        """Drop what was kept for a request."""
+        self._answers.pop(request_id, None)
 
     def _step_s(self, plan: StepPlan) -> float:
         features = StepFeatures.of(plan.work, self._num_prompt_ends)

@@ -139,9 +139,12 @@ class Recorder:
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Take one step's report."""
         plan = report.plan
-        events = [f"{work.request_id}:{work.num_tokens}" for work in plan.work]
-        num_tokens = sum([work.num_tokens for work in plan.work])
-        num_decodes = sum([work.kind is WorkKind.DECODE for work in plan.work])
+        events, decode = [], WorkKind.DECODE
+        num_all = num_decodes = 0
+        for request_id, kind, num_tokens, _ in plan.work:
+            events.append(f"{request_id}:{num_tokens}")
+            num_all += num_tokens
+            num_decodes += kind is decode
         events += [f"{a.request_id}={a.action}/{a.reason}" for a in plan.admissions]
         events += [f"{p.request_id}!{p.method}" for p in plan.preemptions]
         for request_id in report.finished:
@@ -154,7 +157,7 @@ class Recorder:
         self.num_steps += report.is_executed
         self.busy_s += report.duration_s
         self.num_decode_tokens += num_decodes
-        self.num_prefill_tokens += num_tokens - num_decodes
+        self.num_prefill_tokens += num_all - num_decodes
         self.num_preemptions += len(plan.preemptions)
         self.num_swapped_blocks += report.num_swapped_blocks
         self.max_running = max(self.max_running, report.num_running)
