@@ -56,13 +56,15 @@ NUM_PARTS: Final = 3
 
 def expand(features: FloatArray) -> FloatArray:
     """Return unscaled basis rows (n, NUM_BASIS) for features of shape (n, NUM_FEATURES)."""
-    rows = np.empty((features.shape[0], NUM_BASIS))
-    rows[:, 0] = 1.0
-    np.minimum(features, MAX_FEATURE, out=rows[:, NUM_BASIS - NUM_FEATURES :])
-    extra = rows[:, EXTRA_CHUNKS]
-    np.maximum(extra - 1.0, 0.0, out=extra)
-    np.greater(features[:, 0], 0.0, out=rows[:, 1], casting="unsafe")
-    return rows
+    # One basis function after the other: each is then one stretch of memory, and a step path asks.
+    basis = np.empty((NUM_BASIS, features.shape[0]))
+    basis[0] = 1.0
+    np.minimum(features.T, MAX_FEATURE, out=basis[NUM_BASIS - NUM_FEATURES :])
+    np.greater(basis[2], 0.0, out=basis[1], casting="unsafe")
+    extra = basis[EXTRA_CHUNKS]
+    np.subtract(extra, 1.0, out=extra)
+    np.maximum(extra, 0.0, out=extra)
+    return basis.T
 
 
 def expand_scaled(features: StepFeatures) -> FloatArray:

@@ -49,7 +49,7 @@ class Envelope:
 
     def __init__(self, planes: Sequence[FloatArray]) -> None:
         """Start from unscaled coefficients, one vector of shape (NUM_BASIS,) per plane."""
-        self._columns: FloatArray = np.zeros((NUM_BASIS, len(planes) * NUM_PARTS))
+        self._rows: FloatArray = np.zeros((len(planes) * NUM_PARTS, NUM_BASIS))
         self._planes: list[list[float]] = [[] for _ in planes]
         for index, coefficients in enumerate(planes):
             self.set_plane(index, coefficients)
@@ -57,23 +57,28 @@ class Envelope:
     def set_plane(self, index: int, coefficients: FloatArray) -> None:
         """Swap one plane's unscaled coefficients, shape (NUM_BASIS,)."""
         start = index * NUM_PARTS
-        np.multiply(
-            coefficients[:, None], PART_MASKS, out=self._columns[:, start : start + NUM_PARTS]
-        )
+        np.multiply(PART_MASKS.T, coefficients, out=self._rows[start : start + NUM_PARTS])
         self._planes[index] = coefficients.tolist()
 
     def estimate(self, features: FloatArray, margins: Mapping[Regime, float]) -> LatencyEstimate:
         """Return mean and upper seconds, shape (n,), for features of shape (n, NUM_FEATURES)."""
-        values = expand(features) @ self._columns
-        parts = values.reshape(-1, len(self._planes), NUM_PARTS).max(axis=1)
-        whole = parts[:, 0]
-        has_prefill = features[:, 0] > 0.0
-        is_mixed = has_prefill & (features[:, 1] > 0.0)
-        upper = np.maximum(
-            parts[:, 1] * (1.0 + margins[Regime.DECODE_ONLY]),
-            parts[:, 2] * (has_prefill * (1.0 + margins[Regime.PREFILL_ONLY])),
-        )
-        np.maximum(upper, whole * (1.0 + is_mixed * margins[Regime.MIXED]), out=upper)
+        basis = expand(features).T
+        # Shape (planes · NUM_PARTS, n): everything below works on stretches of memory, in place.
+        values = self._rows @ basis
+        parts = values[:NUM_PARTS]
+        for start in range(NUM_PARTS, values.shape[0], NUM_PARTS):
+            np.maximum(parts, values[start : start + NUM_PARTS], out=parts)
+        whole, upper, prefill = parts
+        has_prefill = basis[1]
+        np.multiply(upper, 1.0 + margins[Regime.DECODE_ONLY], out=upper)
+        np.multiply(prefill, has_prefill * (1.0 + margins[Regime.PREFILL_ONLY]), out=prefill)
+        np.maximum(upper, prefill, out=upper)
+        # 1, or 1 + margin where there are both kinds of work.
+        mixed = np.multiply(has_prefill, basis[3] > 0.0)
+        np.multiply(mixed, margins[Regime.MIXED], out=mixed)
+        np.add(mixed, 1.0, out=mixed)
+        np.multiply(mixed, whole, out=mixed)
+        np.maximum(upper, mixed, out=upper)
         return LatencyEstimate(whole, upper)
 
     def predict_step(

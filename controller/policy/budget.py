@@ -41,13 +41,13 @@ class PrefillLoad:
     `ends` are the running sums of `amounts`.
     """
 
-    __slots__ = ("_sums", "amounts", "ends", "past")
+    __slots__ = ("_before", "amounts", "ends", "past")
 
     def __init__(self, amounts: FloatArray, past: FloatArray) -> None:
         self.amounts = amounts
         self.past = past
         self.ends: FloatArray = amounts.cumsum()
-        self._sums: FloatArray | None = None
+        self._before: FloatArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,22 +75,30 @@ class PrefillLoad:
         """Write what budgets of `num_tokens` (c,) compute, first come, first filled, into the
         columns of `rows` (c, NUM_FEATURES) that say how the tokens are spread.
         """
-        amounts, past, ends = self.amounts, self.past, self.ends
-        if self._sums is None:
-            # Σ chunk·past and Σ chunk² of the pieces before the k-th, k = 0 .. n.
-            sums = np.zeros((2, amounts.size + 1))
-            np.cumsum(amounts * past, out=sums[0, 1:])
-            np.cumsum(amounts * amounts, out=sums[1, 1:])
-            self._sums = sums
-        num_whole = ends.searchsorted(num_tokens, side="right")
-        # The piece that the budget ends in; beyond the last one nothing is left to compute.
-        piece = np.minimum(num_whole, amounts.size - 1)
-        chunk = np.minimum(num_tokens, ends[-1]) - (ends[piece] - amounts[piece])
-        chunk[num_whole == amounts.size] = 0.0
-        rows[:, 3] = self._sums[0, num_whole] + chunk * past[piece]
-        rows[:, 4] = self._sums[1, num_whole] + chunk * chunk
-        rows[:, 5] = num_whole + (chunk > 0.0)
+        if self._before is None:
+            self._before = self._sum_before()
+        num_whole = self.ends.searchsorted(num_tokens, side="right")
+        num_before, sum_past, sum_squared, past = self._before.take(num_whole, axis=1)
+        # Beyond the last piece nothing is left to compute.
+        chunk = np.minimum(num_tokens, self.ends[-1])
+        chunk -= num_before
+        past *= chunk
+        np.add(sum_past, past, out=rows[:, 3])
+        np.add(sum_squared, chunk * chunk, out=rows[:, 4])
+        np.add(num_whole, chunk > 0.0, out=rows[:, 5])
         rows[:, 6] = num_whole
+
+    def _sum_before(self) -> FloatArray:
+        """Tokens, Σ chunk·past and Σ chunk² of the pieces before the k-th, and its past, k = 0 ..
+        n; shape (4, n + 1).
+        """
+        before = np.zeros((4, self.amounts.size + 1))
+        before[0, 1:] = self.ends
+        np.multiply(self.amounts, self.past, out=before[1, 1:])
+        np.multiply(self.amounts, self.amounts, out=before[2, 1:])
+        np.add.accumulate(before[1:3], axis=1, out=before[1:3])
+        before[3, :-1] = self.past
+        return before
 
 
 class LatencyCurve(NamedTuple):
@@ -140,23 +148,27 @@ def latency_curve(
     Σ chunk·past and Σ chunk² follow how each budget is spread over the work. What a model answers
     is made safe here: not a number counts as `WORST_S`, and more work is never cheaper.
     """
-    features = np.zeros((num_tokens.size, NUM_FEATURES))
-    features[:, 0] = num_tokens
-    features[:, 1] = decodes.num_requests
-    features[:, 2] = decodes.context_tokens
+    # A feature after the other in memory: that is how they are filled and read.
+    columns = np.zeros((NUM_FEATURES, num_tokens.size))
+    columns[0] = num_tokens
+    columns[1] = decodes.num_requests
+    columns[2] = decodes.context_tokens
+    features = columns.T
     if load.amounts.size:
         load.fill_features(num_tokens, features)
     mean_s, upper_s = cost_model.predict(features)
-    mean_s = np.maximum.accumulate(made_safe(mean_s))
-    return LatencyCurve(
-        num_tokens, mean_s, np.maximum(mean_s, np.maximum.accumulate(made_safe(upper_s)))
-    )
+    mean_s = made_safe(mean_s)
+    np.maximum.accumulate(mean_s, out=mean_s)
+    upper_s = made_safe(upper_s)
+    np.maximum.accumulate(upper_s, out=upper_s)
+    return LatencyCurve(num_tokens, mean_s, np.maximum(mean_s, upper_s, out=upper_s))
 
 
 def made_safe(latency_s: FloatArray) -> FloatArray:
     """Return what a model answered within [0, `WORST_S`]; not a number becomes the worst."""
     # fmin and fmax prefer a number to NaN.
-    return np.fmax(np.fmin(latency_s, WORST_S), 0.0)
+    safe_s: FloatArray = np.fmin(latency_s, WORST_S)
+    return np.fmax(safe_s, 0.0, out=safe_s)
 
 
 def most_tokens_within(
