@@ -55,14 +55,16 @@ def goodput(points: Iterable[LoadPoint], level: float) -> Goodput:
 def shown(found: Goodput, by_seed: Sequence[Goodput] = ()) -> str:
     """Return a goodput as text: `≥` where every load held, "below all" where none did.
 
-    More than one seed adds the smallest and the largest; a seed below all loads counts as 0.
+    More than one seed adds the smallest and the largest.
     """
     if found.rate is None:
         return "below all"
     text = f"{'≥ ' if found.is_bound else ''}{found.rate:.2f}"
     if len(by_seed) > 1:
-        rates = [each.rate or 0.0 for each in by_seed]
-        text += f" ({min(rates):.2f}–{max(rates):.2f})"
+        # At least as low as the lowest load is no number.
+        rates = sorted(each.rate for each in by_seed if each.rate is not None)
+        low = f"{rates[0]:.2f}" if len(rates) == len(by_seed) else "below all"
+        text += f" ({low}–{rates[-1]:.2f})" if rates else " (each seed below all)"
     return text
 
 

@@ -1,276 +1,217 @@
 """The report as one HTML page that needs nothing else: no script, no font, no network.
 
-Owns the page's order and words. Must not compute: every number is the report's; `svg` draws.
+Owns the page's order and words. Must not compute: every number is the report's; `html_charts` and
+`html_tables` show them.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
-from controller.simulation.goodput import shown
-from controller.simulation.report import LEVELS, Point, PolicyReport, Report
-from controller.simulation.svg import NUM_COLOURS, Line, Mark, legend, line_chart, scatter_chart
+from controller.simulation.digits import plain, share
+from controller.simulation.html_charts import (
+    attainment_chart,
+    class_charts,
+    class_names,
+    decile_charts,
+    drawn_crossovers,
+    fairness_charts,
+    load_charts,
+    pareto_charts,
+    slo_of,
+    time_charts,
+)
+from controller.simulation.html_style import style_sheet
+from controller.simulation.html_tables import (
+    about_table,
+    best_budget_table,
+    by_name,
+    goodput_table,
+    machinery_table,
+    promise_table,
+    recovery,
+)
+from controller.simulation.report import Report
+from controller.simulation.svg import legend, letter
 
-_STYLE = """
-:root { color-scheme: light dark; --fg: #1c1e21; --bg: #ffffff; --grid: #d8dade; }
-@media (prefers-color-scheme: dark) { :root { --fg: #e4e6ea; --bg: #16181c; --grid: #3a3d44; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--fg); background: var(--bg);
-  max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { font-size: 12px; fill: var(--fg); }
-.mid { text-anchor: middle; } .end { text-anchor: end; }
-.grid { stroke: var(--grid); stroke-width: 1; }
-.level { stroke: var(--fg); stroke-dasharray: 5 4; }
-.line { fill: none; stroke-width: 2; } .band { stroke: none; opacity: 0.15; } .dot { stroke: none; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid var(--grid); }
-th:first-child, td:first-child { text-align: left; } .wide { overflow-x: auto; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; padding: 0; }
-.key { display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.4em;
-  vertical-align: -0.1em; } pre { overflow-x: auto; font-size: 12px; }
-"""
-_COLOURS = (
-    "#3569c8", "#c8501e", "#2a8f5b", "#8a49b8", "#b3830a", "#c2346d", "#1f8fa3", "#6b6f76",
-)  # fmt: skip
+_SECTIONS = (
+    ("kept", "Promises kept"),
+    ("times", "First token, next tokens, gaps"),
+    ("classes", "Class by class"),
+    ("lengths", "Short and long prompts"),
+    ("pareto", "First token against next tokens"),
+    ("fairness", "Bursts and fairness"),
+    ("points", "All numbers"),
+    ("about", "What was simulated"),
+)
 
 
 def render_html(report: Report) -> str:
     """Return the page as text."""
     about = report.about
     title = f"{about['workload']} on {about['hardware']['name']}"
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        f"<p>{about['num_requests']} requests, {about['rate']:.2f}/s at load 1,"
-        f" {len(about['seeds'])} seed(s), {html.escape(about['learner'])} costs."
-        " Attainment is over offered requests: whoever is refused was not served in time.</p>",
-        legend(report.shown),
-        *_section("Attainment and goodput", [_attainment(report), _useful(report)]),
-        _goodput_table(report),
-        _crossover_list(report),
-        *_section("Times", _times(report)),
-        *_section("First token against next tokens", _paretos(report)),
-        *_section("Per class", _classes(report)),
-        *_section("Per tenth of prompt length, shortest first", _deciles(report)),
-        *_section("Bursts and fairness", _fairness(report)),
-        "<h2>All points</h2>",
-        _point_table(report.policies),
-        "<h2>What was simulated</h2>",
-        f"<pre>{html.escape(json.dumps(about, indent=1))}</pre>",
-    ]
-    colours = "".join(
-        f"polyline.c{i} {{ stroke: {colour}; }}"
-        f" .band.c{i}, .dot.c{i} {{ fill: {colour}; }} .k{i} {{ background: {colour}; }}\n"
-        for i, colour in enumerate(_COLOURS)
+    seeds = len(about["seeds"])
+    writers = {
+        "kept": _kept, "times": _times, "classes": _classes, "lengths": _lengths,
+        "pareto": _pareto, "fairness": _fairness, "points": _points, "about": _about,
+    }  # fmt: skip
+    links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, name in _SECTIONS)
+    sections = "".join(
+        f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{name}</h2>'
+        f"{''.join(writers[key](report))}</section>"
+        for key, name in _SECTIONS
+    )
+    body = (
+        f"<header><h1>{html.escape(title)}</h1>"
+        f'<p class="about quiet">{about["num_requests"]:,} requests, {plain(about["rate"])}/s at'
+        f" load 1, {seeds} seed{'s' if seeds > 1 else ''}. Simulated: the service's own loop and"
+        " planners on virtual time.</p></header>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{sections}</main>'
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}{colours}</style></head>"
-        f"<body>{''.join(body)}</body></html>\n"
+        f"<title>{html.escape(title)}</title><style>{style_sheet()}</style></head>"
+        f"<body>{body}</body></html>\n"
     )
 
 
-def _section(title: str, charts: Iterable[str]) -> list[str]:
-    return [f"<h2>{html.escape(title)}</h2>", f'<div class="charts">{"".join(charts)}</div>']
-
-
-def _over_rate(
-    report: Report, title: str, y_label: str, value: Callable[[Point], float | None]
-) -> str:
-    """A chart of one number of each point against the offered rate."""
-    lines = [
-        Line(
-            policy.policy,
-            tuple(
-                (point.rate, found)
-                for point in policy.points
-                if (found := value(point)) is not None
-            ),
-        )
-        for policy in report.curves
-    ]
-    return line_chart(title, lines, "offered requests per second", y_label)
-
-
-def _attainment(report: Report) -> str:
-    lines = [
-        Line(
-            policy.policy,
-            tuple((point.rate, point.attainment.mean) for point in policy.points),
-            tuple(point.attainment.low for point in policy.points),
-            tuple(point.attainment.high for point in policy.points),
-        )
-        for policy in report.curves
-    ]
-    return line_chart(
-        "Attainment against load (bands: seeds)",
-        lines,
-        "offered requests per second",
-        "share of offered requests",
-        is_share=True,
-        level=LEVELS[0],
+def _kept(report: Report) -> Iterable[str]:
+    yield (
+        "<p>Attainment is the share of <em>offered</em> requests that met every target: whoever is"
+        " refused was not served in time. Goodput is the highest offered rate up to which every"
+        " load keeps the level, interpolated; in brackets the range over seeds, ≥ where every load"
+        " keeps it, “below all” where none does.</p>"
     )
-
-
-def _useful(report: Report) -> str:
-    return _over_rate(
-        report,
-        "Useful throughput against load",
-        "tokens per second of kept requests",
-        lambda point: point.useful_tokens_per_s,
-    )
-
-
-def _times(report: Report) -> list[str]:
-    kinds: tuple[tuple[str, Callable[[Point], float | None]], ...] = (
-        ("TTFT P50", lambda point: point.ttft_p50_s),
-        ("TTFT P90", lambda point: point.ttft_p90_s),
-        ("TTFT P99", lambda point: point.ttft_p99_s),
-        ("TPOT P50", lambda point: point.tpot_p50_s),
-        ("TPOT P90", lambda point: point.tpot_p90_s),
-        ("TPOT P99", lambda point: point.tpot_p99_s),
-        ("Longest gap, P99 of requests", lambda point: point.gap_p99_s),
-    )
-    return [_over_rate(report, name, "seconds", value) for name, value in kinds]
-
-
-def _paretos(report: Report) -> list[str]:
-    """One chart per load: P90 of TTFT and TPOT, every policy a point, static budgets among them."""
-    loads = sorted({point.load for policy in report.policies for point in policy.points})
-    groups = {name: index for index, name in enumerate(report.shown)}
-    charts = []
-    for load in loads:
-        marks = [
-            Mark(
-                policy.policy,
-                point.ttft_p90_s,
-                point.tpot_p90_s,
-                groups.get(policy.policy, NUM_COLOURS - 1),
-            )
-            for policy in report.policies
-            for point in policy.points
-            if point.load == load and point.ttft_p90_s and point.tpot_p90_s
-        ]
-        charts.append(
-            scatter_chart(
-                f"At load {load:.3g}", marks, "TTFT P90 in seconds", "TPOT P90 in seconds"
-            )
+    yield legend(report.shown)
+    yield _charts([attainment_chart(report), *load_charts(report)])
+    yield from _crossover_list(report)
+    yield goodput_table(report.curves, "Goodput, offered requests per second")
+    yield best_budget_table(report)
+    others = [policy for policy in report.policies if policy.policy not in report.shown]
+    if others:
+        yield _details(
+            f"Goodput of {len(others)} more budgets that the search tried",
+            goodput_table(by_name(others), "Goodput, offered requests per second"),
         )
-    return charts
 
 
-def _classes(report: Report) -> list[str]:
-    names = sorted(
-        {n for policy in report.curves for point in policy.points for n in point.classes}
+def _times(report: Report) -> Iterable[str]:
+    yield (
+        "<p>Percentiles over the requests that have such a number. The refused have none: a policy"
+        " that refuses more shows the times of those whom it kept.</p>"
     )
-    return [
-        line_chart(
-            name,
-            [
-                Line(
-                    policy.policy,
-                    tuple((p.rate, p.classes[name]) for p in policy.points if name in p.classes),
-                )
-                for policy in report.curves
-            ],
-            "offered requests per second",
-            "attainment",
-            is_share=True,
-        )
-        for name in names
-    ]
+    yield legend(report.shown)
+    yield _charts(time_charts(report))
 
 
-def _deciles(report: Report) -> list[str]:
-    loads = sorted({point.load for policy in report.curves for point in policy.points})
-    return [
-        line_chart(
-            f"At load {load:.3g}",
-            [
-                Line(policy.policy, tuple((float(i), y) for i, y in enumerate(point.deciles, 1)))
-                for policy in report.curves
-                for point in policy.points
-                if point.load == load
-            ],
-            "tenth of prompt length",
-            "attainment",
-            is_share=True,
-        )
-        for load in loads
-    ]
+def _classes(report: Report) -> Iterable[str]:
+    yield (
+        "<p>Dashed: the target, where it is on the scale. Where P90 stays below both lines, nine of"
+        " ten of those who were served had what they were promised.</p>"
+    )
+    yield legend(report.shown)
+    for name in class_names(report):
+        yield _charts(class_charts(report, name))
 
 
-def _fairness(report: Report) -> list[str]:
-    return [
-        _over_rate(
-            report,
-            "Recovery after the largest burst (none drawn: no burst, or never)",
-            "seconds",
-            lambda point: point.burst_recovery_s,
-        ),
-        _over_rate(report, "Longest wait", "seconds", lambda point: point.longest_wait_s),
-        _over_rate(report, "Largest slowdown", "times alone", lambda point: point.largest_slowdown),
-        _over_rate(report, "Jain's index", "1 = equal", lambda point: point.jain_index),
-    ]
+def _lengths(report: Report) -> Iterable[str]:
+    yield (
+        "<p>Requests by prompt length in ten groups of equal size, shortest first. Shedding that"
+        " keeps as many requests as possible prefers to refuse the long ones: here it shows.</p>"
+    )
+    yield legend(report.shown)
+    yield _charts(decile_charts(report))
 
 
-def _goodput_table(report: Report) -> str:
-    head = ["policy", *(f"goodput at {level:.0%}, per second" for level in LEVELS)]
-    rows = []
-    for policy in report.policies:
-        by_level = zip(*policy.goodput_by_seed, strict=True)
-        cells = (shown(*pair) for pair in zip(policy.goodput, by_level, strict=True))
-        rows.append([policy.policy, *cells])
-    return _table(head, rows)
-
-
-def _crossover_list(report: Report) -> str:
-    if not report.crossovers:
-        return "<p>No curve crosses the first policy's.</p>"
+def _pareto(report: Report) -> Iterable[str]:
+    names = class_names(report)
+    # Classes with different targets have different times: mixed, they compare shares, not speed.
+    name = names[0]
+    whom = f"of class {name}" if len(names) > 1 else "of all requests"
+    targets = " Dashed: the targets." if slo_of(report, name) else ""
+    yield (
+        f"<p>P90 {html.escape(whom)}; nearer to the lower left is better at both.{targets} A thin"
+        " line joins the budgets of one family in their order: a larger one brings the first token"
+        " earlier and the next ones later, until the queue decides.</p>"
+    )
+    yield legend(report.shown)
+    yield _charts(pareto_charts(report, name))
     items = "".join(
-        f"<li>{html.escape(each.first)} and {html.escape(each.second)} change places at"
-        f" {each.rate:.2f}/s</li>"
-        for each in report.crossovers
+        f"<li>load {front.load:.3g}: {html.escape(', '.join(front.policies))}</li>"
+        for front in report.fronts
+        if front.slo_class == name
     )
-    return f"<ul>{items}</ul>"
+    yield f"<p>Nobody is better in both than:</p><ul>{items}</ul>"
 
 
-def _point_table(policies: Sequence[PolicyReport]) -> str:
-    head = [
-        "policy", "load", "rate/s", "met", "refused", "TTFT P50", "P90", "P99", "TPOT P50", "P90",
-        "P99", "gap P99", "wait max", "slowdown max", "Jain", "planner µs", "of a step", "MAPE",
-        "coverage",
-    ]  # fmt: skip
-    rows = [
-        [
-            policy.policy, f"{point.load:.3g}", f"{point.rate:.2f}", f"{point.attainment.mean:.1%}",
-            f"{point.refused:.1%}", _s(point.ttft_p50_s), _s(point.ttft_p90_s),
-            _s(point.ttft_p99_s), _s(point.tpot_p50_s), _s(point.tpot_p90_s), _s(point.tpot_p99_s),
-            _s(point.gap_p99_s), _s(point.longest_wait_s), _plain(point.largest_slowdown),
-            f"{point.jain_index:.3f}", f"{point.planner_us:.0f}", f"{point.planner_share:.1%}",
-            f"{point.prediction_mape:.1%}", f"{point.coverage:.1%}",
-        ]
-        for policy in policies
+def _fairness(report: Report) -> Iterable[str]:
+    yield (
+        "<p>Slowdown: time to the end over what the request would have taken alone. Jain's index of"
+        " 1/slowdown, 0 for whoever was not served: 1 where everybody is equally well off, 1/n"
+        " where one has it all. Recovery: from the end of the busiest ten seconds, if they demand"
+        " twice the mean, to three times ten seconds with 90 % kept.</p>"
+    )
+    yield legend(report.shown)
+    yield _charts(fairness_charts(report))
+    never = [
+        f"<li>{html.escape(policy.policy)} at {plain(point.rate)}/s:"
+        f" {point.num_unrecovered} of {point.num_bursts} seeds"
+        + (f", the others after {recovery(point)} s" if point.burst_recovery_s is not None else "")
+        + "</li>"
+        for policy in report.curves
         for point in policy.points
-    ]  # fmt: skip
-    return _table(head, rows)
+        if point.num_unrecovered
+    ]
+    if never:
+        yield f"<p>Not recovered before the last arrival:</p><ul>{''.join(never)}</ul>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+def _points(report: Report) -> Iterable[str]:
+    yield promise_table(
+        report.curves, "Promises and times; waits and slowdowns are the worst seed's"
     )
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    yield machinery_table(
+        report.curves, "Planning in real time on this machine, and how steps were predicted"
+    )
+    others = by_name(policy for policy in report.policies if policy.policy not in report.shown)
+    if others:
+        yield _details(
+            f"The same of {len(others)} more budgets that the search tried",
+            promise_table(others, "Budgets that the search tried"),
+        )
 
 
-def _s(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds:.3f}"
+def _about(report: Report) -> Iterable[str]:
+    yield about_table(report)
+    document = json.dumps(report.about, indent=1, ensure_ascii=False)
+    yield _details("Everything, as JSON", f'<pre tabindex="0">{html.escape(document)}</pre>')
 
 
-def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+def _crossover_list(report: Report) -> Iterable[str]:
+    drawn = drawn_crossovers(report)
+    items = [
+        f"<li><b>{letter(index)}</b> {html.escape(each.first)} and {html.escape(each.second)}"
+        f" change places at {plain(each.rate)}/s, where both keep {share(each.attainment)}</li>"
+        for index, each in enumerate(drawn)
+    ]
+    items += [
+        f"<li>{html.escape(each.first)} gives way to {html.escape(each.second)} as the best budget"
+        f" at {plain(each.rate)}/s</li>"
+        for each in report.budget_crossovers
+    ]
+    if not drawn and len(report.curves) > 1:
+        first = html.escape(report.curves[0].policy)
+        yield f"<p>No curve crosses that of {first} by more than a point.</p>"
+    if items:
+        yield f"<ul>{''.join(items)}</ul>"
+
+
+def _charts(charts: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"

@@ -1,21 +1,16 @@
-"""Reports: seeds become points, points become curves, curves become one page."""
+"""Reports: seeds become points, points become curves, and curves are compared."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from controller.simulation.hardware import A100_8B
-from controller.simulation.html import render_html
+from controller.simulation.leaders import attainment_at, budget_of
 from controller.simulation.measures import measure
-from controller.simulation.report import Report, build_report, score
-from controller.simulation.svg import NUM_COLOURS, Line, Mark, legend, line_chart, scatter_chart
+from controller.simulation.report import build_report, score
 from controller.simulation.sweep import SweepRow, SweepTask
 from tests.controller.simulation.test_measures import record, refused, result_of
 
@@ -83,7 +78,8 @@ def test_goodput_and_crossovers_are_those_of_the_mean_curves() -> None:
     (crossing,) = report.crossovers
     assert (crossing.first, crossing.second) == ("slo", "edf-256")
     assert 2.05 < crossing.rate < 4.05
-    assert "change places" in page(report)
+    # Where they cross, both keep the same.
+    assert crossing.attainment == pytest.approx(attainment_at(theirs.curve, crossing.rate))
 
 
 def test_a_budget_is_chosen_by_goodput_then_by_attainment() -> None:
@@ -111,126 +107,55 @@ def test_policies_that_are_not_shown_stay_in_the_numbers() -> None:
     assert len(report.policies) == 2
 
 
-# The page
+def test_times_and_prompt_lengths_are_kept_by_class_and_tenth() -> None:
+    (point, _) = build_report(sweep(), ABOUT).policies[0].points
+    assert point.class_times["chat"].ttft_p90_s == point.ttft_p90_s
+    assert point.class_times["chat"].tpot_p50_s == point.tpot_p50_s
+    assert point.decile_tokens == (100, 101, 102, 103, 104, 105, 106, 107, 108, 300)
 
 
-def svgs(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+def test_the_best_budget_of_a_family_is_named_and_where_it_changes() -> None:
+    kept = {"slo": (10, 10), "edf-64": (9, 5), "edf-256": (7, 7), "fcfs-512": (7, 7)}
+    rows = [
+        row(name, load, 0, num)
+        for name, nums in kept.items()
+        for load, num in zip((1.0, 2.0), nums, strict=True)
+    ]
+    report = build_report(rows, ABOUT)
+    found = [(best.family, best.rate, best.policy) for best in report.best_budgets]
+    # One budget is no choice.
+    assert found == [("edf", 2.0, "edf-64"), ("edf", 4.0, "edf-256")]
+    (change,) = report.budget_crossovers
+    assert (change.first, change.second) == ("edf-64", "edf-256")
+    # 90 % against 70 % at 2/s, 50 % against 70 % at 4/s.
+    assert change.rate == pytest.approx(3.0)
+    assert change.attainment == pytest.approx(0.7)
 
 
-def by_class(svg: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
-    return [each for each in svg.iter() if kind in each.get("class", "").split()]
+def test_of_equal_budgets_the_smaller_one_is_best() -> None:
+    rows = [row("edf-512", 1.0, 0, 9), row("edf-64", 1.0, 0, 9)]
+    assert [best.policy for best in build_report(rows, ABOUT).best_budgets] == ["edf-64"]
 
 
-def page(report: Report | None = None) -> str:
-    return render_html(report or build_report(sweep(), ABOUT))
+def test_a_front_leaves_out_whoever_is_worse_in_both() -> None:
+    def timed(policy: str, ttft_s: float, tpot_s: float) -> SweepRow:
+        requests = [record(i, ttft_s=ttft_s, tpot_s=tpot_s) for i in range(10)]
+        measures = measure(result_of(*requests), A100_8B).to_json()
+        return SweepRow(SweepTask(policy, 1.0, 0), 2.0, measures, "hash", 0.1)
+
+    rows = [timed("early", 0.1, 0.5), timed("worse", 0.4, 0.5), timed("fluent", 0.3, 0.1)]
+    by_class = {front.slo_class: front for front in build_report(rows, ABOUT).fronts}
+    assert set(by_class) == {"", "chat"}
+    assert by_class["chat"].policies == ("early", "fluent")
+    assert by_class[""].load == 1.0
 
 
-def test_the_page_needs_nothing_from_anywhere() -> None:
-    text = page()
-    for word in ("http://", "https://", "<script", "<link", "src=", "url("):
-        assert word not in text
-    assert text.startswith("<!doctype html>")
+def test_budgets_are_read_off_names() -> None:
+    assert budget_of("edf-shed-384") == ("edf-shed", 384)
+    assert budget_of("slack-greedy") is None
 
 
-def test_names_are_escaped() -> None:
-    text = page()
-    assert "night &amp; day on &lt;fast&gt;" in text
-    assert "<fast>" not in text
-
-
-def test_the_page_draws_every_curve_and_names_every_crossover() -> None:
-    drawn = svgs(page())
-    assert len(by_class(drawn[0], "line")) == 2
-    assert len(by_class(drawn[0], "band")) == 2
-    titles = [title.text for svg in drawn for title in svg.iter("title")]
-    assert "slo at 4.05: 75.0%" in titles
-    assert "slo and edf-256 change places at 2.85/s" in page()
-    for heading in ("Attainment", "Per class", "Per tenth", "Bursts and fairness", "First token"):
-        assert heading in page()
-
-
-def test_static_budgets_that_are_no_curves_are_points_all_the_same() -> None:
-    text = page(build_report(sweep(), ABOUT, ["slo"]))
-    drawn = svgs(text)
-    assert len(by_class(drawn[0], "line")) == 1
-    labels = [each.text for svg in drawn for each in svg.iter("text")]
-    # One Pareto chart per load.
-    assert labels.count("edf-256") == 2
-    assert labels.count("slo") == 2
-
-
-def test_a_page_of_one_point_is_drawn_too() -> None:
-    text = page(build_report([row("slo", 1.0, 0, 10)], ABOUT))
-    assert "No curve crosses" in text
-    assert all(by_class(svg, "dot") for svg in svgs(text))
-
-
-# Charts
-
-
-def test_points_stand_where_their_values_are() -> None:
-    chart = line_chart(
-        "t", [Line("a", ((0.0, 0.0), (1.0, 0.5), (2.0, 1.0)))], "x", "y", is_share=True
-    )
-    (svg,) = svgs(chart)
-    dots = [(float(d.get("cx", 0)), float(d.get("cy", 0))) for d in by_class(svg, "dot")]
-    xs, ys = zip(*dots, strict=True)
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
-    assert ys[0] > ys[2]
-    labels = [each.text for each in svg.iter("text")]
-    assert {"0%", "100%", "0", "1", "2", "x", "y"} <= set(labels)
-
-
-def test_a_scatter_chart_is_logarithmic() -> None:
-    marks = [Mark(str(x), x, x) for x in (0.01, 0.1, 1.0)]
-    (svg,) = svgs(scatter_chart("t", marks, "x", "y"))
-    xs = [float(d.get("cx", 0)) for d in by_class(svg, "dot")]
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-    assert "0.1" in [each.text for each in svg.iter("text")]
-
-
-VALUES = st.floats(0.0, 1e9)
-POSITIVE = st.floats(1e-6, 1e9)
-
-
-def assert_within(chart: str) -> None:
-    """Everything is in the picture, and the axes have a few ticks each."""
-    (svg,) = svgs(chart)
-    _, _, width, height = map(float, svg.get("viewBox", "").split())
-    for dot in by_class(svg, "dot"):
-        assert 0 <= float(dot.get("cx", -1)) <= width
-        assert 0 <= float(dot.get("cy", -1)) <= height
-    assert 2 <= len(by_class(svg, "grid")) <= 20
-
-
-@given(st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=6), st.booleans())
-def test_any_curve_can_be_drawn(values: list[tuple[float, float]], is_share: bool) -> None:
-    assert_within(line_chart("t", [Line("a", tuple(values))], "x", "y", is_share=is_share))
-
-
-@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=6))
-def test_any_points_can_be_drawn(values: list[tuple[float, float]]) -> None:
-    assert_within(scatter_chart("t", [Mark("a", x, y) for x, y in values], "x", "y"))
-
-
-def test_a_short_stretch_of_a_logarithmic_axis_has_ticks_too() -> None:
-    (svg,) = svgs(scatter_chart("t", [Mark("a", 0.0312, 0.0312)], "x", "y"))
-    assert "0.03" in [each.text for each in svg.iter("text")]
-
-
-def test_a_chart_of_nothing_says_so() -> None:
-    assert "nothing to show" in line_chart("t", [Line("a", ())], "x", "y")
-    assert "nothing to show" in scatter_chart("t", [], "x", "y")
-
-
-def test_colours_repeat_when_they_run_out() -> None:
-    text = legend([f"p{i}" for i in range(NUM_COLOURS + 1)])
-    assert text.count("k0") == 2
-
-
-def test_a_span_too_small_for_ticks_is_widened() -> None:
-    for x, y in ((5e-324, 1.0), (1.0, 1.0 + 2e-16), (1e-13, 1.0)):
-        chart = line_chart("t", [Line("a", ((0.0, 1.0), (x, y)))], "x", "y", is_share=False)
-        assert_within(chart)
+def test_nothing_is_known_beyond_a_curve() -> None:
+    curve = build_report(sweep(), ABOUT).policies[0].curve
+    with pytest.raises(ValueError, match="reach"):
+        attainment_at(curve, 99.0)
