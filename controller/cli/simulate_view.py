@@ -1,71 +1,152 @@
 """How a simulation looks in a terminal: tables by load, class and goodput, and what crosses where.
 
-Owns tables. Must not compute: every number is the report's.
+Owns tables, none wider than 80 columns with usual names. Must not compute: every number is the
+report's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from controller.cli.output import wide_console
+from controller.simulation.digits import MISSING, millis, plain, share, share_range
 from controller.simulation.goodput import shown
-from controller.simulation.report import LEVELS, Point, Report
+from controller.simulation.html_tables import by_name, recovery
+from controller.simulation.report import LEVELS, Point, PolicyReport, Report
+
+_NUM_NARROW_COLUMNS = 4
+_Cells = Callable[[Point], Sequence[str]]
 
 
 def print_report(report: Report) -> None:
     """Print what was simulated, the tables and the crossovers."""
     console = wide_console()
     about = report.about
-    console.print(
+    num_seeds = len(about["seeds"])
+    _say(
+        console,
         f"{about['workload']}: {about['num_requests']} requests at {about['rate']:.2f}/s on"
-        f" {about['hardware']['name']}, {len(about['seeds'])} seed(s), {about['learner']} costs",
-        markup=False,
-        soft_wrap=True,
+        f" {about['hardware']['name']}, {num_seeds} seed{'s' if num_seeds > 1 else ''},"
+        f" {about['learner']} costs",
     )
     if about["hardware"]["source"]:
-        console.print(about["hardware"]["source"], markup=False, soft_wrap=True)
-    console.print(_by_load(report))
-    if any(len(point.classes) > 1 for policy in report.curves for point in policy.points):
-        console.print(_by_class(report))
-    console.print(_goodputs(report))
+        _say(console, about["hardware"]["source"])
+    _show(console, _promises(report))
+    class_names = sorted({name for point, _ in _points(report) for name in point.classes})
+    if len(class_names) > 1:
+        _show(console, _classes(report, class_names))
+    for table in (_times(report), _fairness(report), _goodputs(report)):
+        _show(console, table)
     for search in about["best_static"]:
         tried = ", ".join(search["scores"])
-        console.print(
+        _say(
+            console,
             f"best static budget of {search['family']} at {search['level']:.0%}:"
             f" {search['policy']} (of {tried})",
-            markup=False,
-            soft_wrap=True,
         )
     for each in report.crossovers:
-        if each.second not in report.shown:
-            continue
-        console.print(
-            f"{each.first} and {each.second} change places at {each.rate:.2f}/s",
-            markup=False,
-            soft_wrap=True,
-        )
+        if each.second in report.shown:
+            _say(
+                console,
+                f"{each.first} and {each.second} change places at {each.rate:.2f}/s,"
+                f" where both keep {share(each.attainment)}",
+            )
 
 
-def _by_load(report: Report) -> Table:
-    table = Table(title="Attainment of offered requests, and times in ms", box=SIMPLE_HEAD)
-    for name in ("load", "rate/s", "policy"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, table: Table) -> None:
+    """Print the title on a line of its own: it may be wider than the table."""
+    title, table.title = str(table.title), None
+    _say(console, f"\n{title}")
+    console.print(table)
+
+
+def _promises(report: Report) -> Table:
+    has_seeds = len(report.about["seeds"]) > 1
+    columns = ("in time", "seeds", "refused", "useful tok/s")
+
+    def cells(point: Point) -> Sequence[str]:
+        met = point.attainment
+        found = [share(met.mean)]
+        if has_seeds:
+            found.append(share_range(met.low, met.high) if point.num_seeds > 1 else MISSING)
+        return [*found, share(point.refused), plain(point.useful_tokens_per_s)]
+
+    kept = columns if has_seeds else (columns[0], *columns[2:])
+    return _by_load(report, "Offered requests that met every target", kept, cells)
+
+
+def _classes(report: Report, names: Sequence[str]) -> Table:
+    return _by_load(
+        report,
+        "Attainment by class",
+        names,
+        lambda point: [share(point.classes.get(name)) for name in names],
+    )
+
+
+def _times(report: Report) -> Table:
+    columns = (
+        "TTFT s\nP50", "\nP90", "\nP99", "TPOT ms\nP50", "\nP90", "\nP99", "gap ms\nP99",
+    )  # fmt: skip
+    return _by_load(
+        report,
+        "Times of whoever got so far",
+        columns,
+        lambda p: [
+            *(plain(each) for each in (p.ttft_p50_s, p.ttft_p90_s, p.ttft_p99_s)),
+            *(millis(each) for each in (p.tpot_p50_s, p.tpot_p90_s, p.tpot_p99_s)),
+            millis(p.gap_p99_s),
+        ],
+    )
+
+
+def _fairness(report: Report) -> Table:
+    has_burst = any(point.num_bursts for point, _ in _points(report))
+    columns = ["worst\nwait s", "worst\nslowdown", "Jain's\nindex", "plan\nµs", "% of\na step"]
+    if has_burst:
+        columns.append("burst over\nafter s")
+    return _by_load(
+        report,
+        "Fairness, bursts and planning",
+        columns,
+        lambda p: [
+            plain(p.longest_wait_s),
+            MISSING if p.largest_slowdown is None else f"{plain(p.largest_slowdown)}×",
+            f"{p.jain_index:.2f}",
+            plain(p.planner_us),
+            f"{100 * p.planner_share:.1f}",
+            *([recovery(p)] if has_burst else []),
+        ],
+    )
+
+
+def _by_load(report: Report, title: str, columns: Sequence[str], cells: _Cells) -> Table:
+    table = _table(title)
+    # What fills the line leaves out the load: the rate says as much.
+    is_wide = len(columns) > _NUM_NARROW_COLUMNS
+    for name in ("load", "rate/s", "policy")[is_wide:]:
+        # On the last line, where the names of two lines have their second one.
+        head = "\n" * any("\n" in each for each in columns) + name
+        table.add_column(head, justify="left" if name == "policy" else "right", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
     last_load = None
     for point, policy in _points(report):
-        if last_load not in (None, point.load):
+        is_first = point.load != last_load
+        if is_first and last_load is not None:
             table.add_section()
         last_load = point.load
-        table.add_row(f"{point.load:.3g}", f"{point.rate:.2f}", policy, *_cells(point))
+        where = (f"{point.load:.3g}", plain(point.rate)) if is_first else ("", "")
+        table.add_row(*where[is_wide:], policy, *cells(point))
     return table
-
-
-_COLUMNS = (
-    "met", "refused", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "gap P99", "wait", "slowdown",
-    "Jain", "tok/s", "plan µs",
-)  # fmt: skip
 
 
 def _points(report: Report) -> list[tuple[Point, str]]:
@@ -73,53 +154,28 @@ def _points(report: Report) -> list[tuple[Point, str]]:
     return sorted(rows, key=lambda row: row[0].load)
 
 
-def _by_class(report: Report) -> Table:
-    names = sorted({name for point, _ in _points(report) for name in point.classes})
-    table = Table(title="Attainment by class", box=SIMPLE_HEAD)
-    for name in ("load", "policy", *names):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for point, policy in _points(report):
-        shares = (f"{point.classes[n]:.1%}" if n in point.classes else "–" for n in names)
-        table.add_row(f"{point.load:.3g}", policy, *shares)
-    return table
-
-
-def _cells(point: Point) -> list[str]:
-    met = f"{point.attainment.mean:.1%}"
-    if point.num_seeds > 1:
-        met += f" ({point.attainment.low:.1%}–{point.attainment.high:.1%})"
-    slowdown = "–" if point.largest_slowdown is None else f"{point.largest_slowdown:.1f}×"
-    return [
-        met,
-        f"{point.refused:.1%}",
-        _ms(point.ttft_p50_s),
-        _ms(point.ttft_p90_s),
-        _ms(point.ttft_p99_s),
-        _ms(point.tpot_p50_s),
-        _ms(point.tpot_p90_s),
-        _ms(point.gap_p99_s),
-        _ms(point.longest_wait_s),
-        slowdown,
-        f"{point.jain_index:.2f}",
-        f"{point.useful_tokens_per_s:.0f}",
-        f"{point.planner_us:.0f}",
-    ]
-
-
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    ms = seconds * 1000
-    return f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
-
-
 def _goodputs(report: Report) -> Table:
-    table = Table(title="Goodput: offered requests/s up to which so many are kept", box=SIMPLE_HEAD)
+    table = _table("Goodput: offered requests/s up to which so many are in time")
     table.add_column("policy")
     for level in LEVELS:
         table.add_column(f"{level:.0%}", justify="right")
-    for policy in report.policies:
-        by_level = zip(*policy.goodput_by_seed, strict=True)
-        cells = (shown(*pair) for pair in zip(policy.goodput, by_level, strict=True))
-        table.add_row(policy.policy, *cells)
+    others = [policy for policy in report.policies if policy.policy not in report.shown]
+    for group in (report.curves, by_name(others)):
+        for policy in group:
+            table.add_row(policy.policy, *_goodput_cells(policy))
+        table.add_section()
     return table
+
+
+def _goodput_cells(policy: PolicyReport) -> list[str]:
+    by_level = zip(*policy.goodput_by_seed, strict=True)
+    return [shown(*pair) for pair in zip(policy.goodput, by_level, strict=True)]
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )

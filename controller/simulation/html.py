@@ -28,6 +28,8 @@ from controller.simulation.html_tables import (
     about_table,
     best_budget_table,
     by_name,
+    class_table,
+    decile_table,
     goodput_table,
     machinery_table,
     promise_table,
@@ -113,8 +115,10 @@ def _classes(report: Report) -> Iterable[str]:
         " ten of those who were served had what they were promised.</p>"
     )
     yield legend(report.shown)
-    for name in class_names(report):
+    names = class_names(report)
+    for name in names:
         yield _charts(class_charts(report, name))
+    yield _details("The same in numbers", class_table(report, names))
 
 
 def _lengths(report: Report) -> Iterable[str]:
@@ -124,6 +128,7 @@ def _lengths(report: Report) -> Iterable[str]:
     )
     yield legend(report.shown)
     yield _charts(decile_charts(report))
+    yield _details("The same in numbers", decile_table(report))
 
 
 def _pareto(report: Report) -> Iterable[str]:

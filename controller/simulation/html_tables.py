@@ -77,6 +77,47 @@ def promise_table(policies: Sequence[PolicyReport], caption: str) -> str:
     return _by_load(policies, caption, groups, lambda p: [*_promise_cells(p), recovery(p)])
 
 
+def class_table(report: Report, names: Sequence[str]) -> str:
+    """Return what became of each class in numbers."""
+    groups = [
+        ("class", ["rate/s", "policy", "in time"]),
+        ("TTFT, s", ["P50", "P90", "P99"]),
+        ("TPOT, ms", ["P50", "P90", "P99"]),
+    ]
+    rows = [
+        [
+            name,
+            plain(point.rate),
+            policy.policy,
+            share(point.classes[name]),
+            *(plain(each) for each in (times.ttft_p50_s, times.ttft_p90_s, times.ttft_p99_s)),
+            *(millis(each) for each in (times.tpot_p50_s, times.tpot_p90_s, times.tpot_p99_s)),
+        ]
+        for name in names
+        for policy in report.curves
+        for point in policy.points
+        if (times := point.class_times.get(name)) is not None
+    ]
+    firsts = [i for i in range(1, len(rows)) if rows[i][0] != rows[i - 1][0]]
+    return table("Classes at every load", groups, rows, firsts)
+
+
+def decile_table(report: Report) -> str:
+    """Return attainment by tenth of prompt length in numbers."""
+    width = max(len(point.deciles) for policy in report.curves for point in policy.points)
+
+    def cells(point: Point) -> list[str]:
+        found = [share(each) for each in point.deciles]
+        return found + [MISSING] * (width - len(found))
+
+    return _by_load(
+        report.curves,
+        "In time, by tenth of prompt length, shortest first",
+        [("policy", [f"{index + 1}." for index in range(width)])],
+        cells,
+    )
+
+
 def machinery_table(policies: Sequence[PolicyReport], caption: str) -> str:
     """Return every point: what planning took, and how well steps were predicted."""
     groups = [
