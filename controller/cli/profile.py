@@ -8,6 +8,7 @@ database cannot be used.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,10 +77,15 @@ def show(name: NameArgument, is_json: JsonOption = False, url: DbOption = DEFAUL
     typer.echo(f"profile {found.name}, for {owner.model or 'no model'} on {owner.device or '-'}")
     typer.echo(
         f"tuned on {made.workload}, simulated on {made.hardware}: trial {made.trial} of"
-        f" {made.num_trials}, {len(made.seeds)} scenes to tune, {len(made.held_out_seeds)} to judge"
+        f" {made.num_trials}, {_scenes(made.seeds)} to tune,"
+        f" {_scenes(made.held_out_seeds)} to judge"
     )
     print_settings(found.settings, DEFAULTS)
     print_judged(found.judged)
+
+
+def _scenes(seeds: Sequence[int]) -> str:
+    return f"{len(seeds)} scene{'' if len(seeds) == 1 else 's'}"
 
 
 @app.command()

@@ -6,17 +6,26 @@ Owns words and layout only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 
 from controller.cli.output import wide_console
+from controller.simulation.digits import MISSING, millis, plain, share, share_range
 from store.text import format_instant
 
 if TYPE_CHECKING:
     from controller.tuning.profile import Judged, Spread
     from controller.tuning.space import TunedSettings
     from store.profiles import ProfileRecord
+
+_LABELS: Final = {
+    "attainment": "promises kept, by weight",
+    "useful_tokens_per_s": "useful tokens/s",
+    "ttft_p99_s": "TTFT P99",
+    "tpot_p99_s": "TPOT P99",
+    "gap_p99_s": "longest gap P99",
+}
 
 
 def print_profiles(records: Iterable[ProfileRecord]) -> None:
@@ -57,28 +66,42 @@ def print_changes(changes: Mapping[str, tuple[Any, Any]], before: str, after: st
 
 def print_judged(judged: Judged) -> None:
     """Show what the defaults and the settings did on the held-out part, and the verdict."""
+    columns = {"defaults": judged.before, "tuned": judged.after}
+    if judged.before == judged.after:
+        # The defaults themselves: two equal columns would look like a comparison.
+        del columns["tuned"]
     table = Table(box=None, pad_edge=False)
-    for title in ("held-out part", "defaults", "range", "tuned", "range"):
-        table.add_column(title, justify="left" if title == "held-out part" else "right")
-    for name, after in judged.after.items():
-        before = judged.before.get(name)
-        table.add_row(name, *_cells(before, name), *_cells(after, name))
+    table.add_column("held-out part")
+    for title in columns:
+        table.add_column(title, justify="right")
+        table.add_column("range", justify="right")
+    for name in judged.after:
+        cells = (_cells(spreads.get(name), name) for spreads in columns.values())
+        table.add_row(_label(name), *(text for pair in cells for text in pair))
     console = wide_console()
     console.print(table)
     console.print(f"{judged.verdict}: {judged.statement}", highlight=False)
 
 
+def _label(name: str) -> str:
+    """Return a measure's name in words; a class's attainment is called by the class."""
+    return _LABELS.get(name) or name.replace("attainment of ", "in time: ")
+
+
 def _cells(spread: Spread | None, name: str) -> tuple[str, str]:
     if spread is None:
-        return "-", "-"
-    low, high = _measure(spread.min, name), _measure(spread.max, name)
-    return _measure(spread.mean, name), f"{low} … {high}"
-
-
-def _measure(value: float, name: str) -> str:
+        return MISSING, MISSING
     if name.startswith("attainment"):
-        return f"{value:.1%}"
-    return f"{value * 1000:,.0f} ms" if name.endswith("p99_s") else f"{value:,.0f}"
+        return share(spread.mean), share_range(spread.min, spread.max)
+    if not name.endswith("_s") or name == "useful_tokens_per_s":
+        return plain(spread.mean), _range(plain(spread.min), plain(spread.max))
+    # One unit for the three, so that they can be compared at a glance.
+    unit, shown = (" s", plain) if spread.max >= 1.0 else (" ms", millis)
+    return shown(spread.mean) + unit, _range(shown(spread.min), shown(spread.max)) + unit
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low}–{high}"
 
 
 def _value(value: Any) -> str:

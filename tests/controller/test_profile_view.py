@@ -1,0 +1,71 @@
+"""How profiles look: measures in words, three digits, one unit a line."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.cli.profile_view import print_changes, print_judged
+from controller.tuning.profile import Judged, Spread, Verdict
+
+BEFORE = {
+    "attainment": Spread(0.9, 0.85, 0.953),
+    "useful_tokens_per_s": Spread(6515.2, 6070.0, 6959.0),
+    "ttft_p99_s": Spread(7.433, 0.672, 8.142),
+    "tpot_p99_s": Spread(0.04707, 0.04707, 0.04707),
+    "attainment of chat": Spread(1.0, 1.0, 1.0),
+}
+
+
+def judged(after: dict[str, Spread]) -> Judged:
+    return Judged(
+        verdict=Verdict.UNCLEAR,
+        statement="Hard to say.",
+        before=BEFORE,
+        after=after,
+        difference=Spread(0.0, -0.1, 0.1),
+        harms={},
+    )
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+
+
+def cells(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line if cell.strip()] for line in rows(capsys)]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_measures_are_words_with_three_digits_and_one_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_judged(judged(BEFORE | {"attainment": Spread(0.95, 0.9, 1.0)}))
+    found = cells(capsys)
+    assert found["promises kept, by weight"] == ["90.0%", "85.0–95.3%", "95.0%", "90.0–100%"]
+    assert found["useful tokens/s"][:2] == ["6,515", "6,070–6,959"]
+    assert found["TTFT P99"][:2] == ["7.43 s", "0.672–8.14 s"]
+    # What does not vary has no range.
+    assert found["TPOT P99"][:2] == ["47.1 ms", "47.1 ms"]
+    assert found["in time: chat"][:2] == ["100%", "100%"]
+    assert "unclear: Hard to say." in found
+
+
+def test_the_defaults_are_not_compared_with_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    print_judged(judged(BEFORE))
+    found = cells(capsys)
+    assert found["held-out part"] == ["defaults", "range"]
+    assert found["promises kept, by weight"] == ["90.0%", "85.0–95.3%"]
+
+
+def test_a_measure_that_is_new_has_nothing_to_be_compared_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_judged(judged(BEFORE | {"gap_p99_s": Spread(0.2, 0.1, 0.3)}))
+    assert cells(capsys)["longest gap P99"] == ["–", "–", "200 ms", "100–300 ms"]
+
+
+def test_changes_are_shown_or_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    print_changes({"pace": (0.95, 0.912345), "token_budget": (None, 512)}, "default", "tuned")
+    assert cells(capsys)["pace"] == ["0.95", "0.9123"]
+    print_changes({}, "default", "tuned")
+    assert capsys.readouterr().out == "no setting differs\n"
