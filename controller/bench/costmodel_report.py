@@ -1,4 +1,4 @@
-"""What the cost models are worth: a terminal table, notes on what was missed, JSON.
+"""What the cost models are worth: terminal tables, notes on what was missed, JSON.
 
 Owns how it looks. Must not measure.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controller.bench.costmodel import CostModelNumbers, Recovery, averages, misses
@@ -19,34 +20,61 @@ GOALS = (
 )
 
 
-def render_table(rows: Sequence[CostModelNumbers]) -> Table:
-    """Return one row per series and learner; errors and coverage in percent."""
-    table = Table(title="Cost models, each from nothing, each step predicted before it is shown")
-    table.add_column("series")
-    table.add_column("learner")
-    for name in ("steps", "MAPE", "P90", "covered", "decode / mixed / prefill: MAPE (covered)"):
-        table.add_column(name, justify="right")
-    for name in ("×1.5", "×2", "refits", "predict 16", "update"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        by_name = {regime.regime: regime for regime in row.regimes}
-        parts = []
-        for name in ("decode_only", "mixed", "prefill_only"):
-            regime = by_name.get(name)
-            parts.append("–" if regime is None else f"{regime.mape:.1%} ({regime.coverage:.0%})")
-        table.add_row(
-            row.series,
-            row.learner,
-            str(row.num_steps),
+_REGIMES: Final = ("decode_only", "mixed", "prefill_only")
+_MISSING: Final = "–"
+
+
+def render_tables(rows: Sequence[CostModelNumbers]) -> list[Table]:
+    """Return two tables of 80 columns, a line per series and one per learner below it.
+
+    Errors and coverage in percent: over all steps, with recovery and times; and by regime.
+    """
+    overall = _table(
+        "Each learner from nothing, each step predicted before it is shown",
+        ("MAPE", "P90", "covered", "after\n×1.5", "\n×2", "predict\n16, µs", "update\nµs"),
+    )
+    regimes = _table(
+        "By regime: MAPE (covered)", ("decode only", "mixed", "prefill only", "refits\ntaken")
+    )
+    for index, row in enumerate(rows):
+        if index == 0 or row.series != rows[index - 1].series:
+            for table in (overall, regimes):
+                table.add_section()
+                table.add_row(f"{row.series} ({row.num_steps:,})")
+        overall.add_row(
+            f"  {row.learner}",
             f"{row.mape:.1%}",
             f"{row.p90_error:.1%}",
             f"{row.coverage:.1%}",
-            " / ".join(parts),
             *(_steps(recovery) for recovery in row.recoveries),
-            f"{row.num_adopted} of {row.num_refits}" if row.num_refits else "–",
-            f"{row.predict_s * 1e6:.0f} µs",
-            f"{row.observe_s * 1e6:.0f} µs",
+            f"{row.predict_s * 1e6:.0f}",
+            f"{row.observe_s * 1e6:.0f}",
         )
+        by_name = {regime.regime: regime for regime in row.regimes}
+        regimes.add_row(
+            f"  {row.learner}",
+            *(
+                f"{found.mape:.1%} ({found.coverage:.0%})"
+                if (found := by_name.get(name))
+                else _MISSING
+                for name in _REGIMES
+            ),
+            f"{row.num_adopted} of {row.num_refits}" if row.num_refits else _MISSING,
+        )
+    return [overall, regimes]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("series (steps)\n  learner")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -61,7 +61,7 @@ def costmodel(
 ) -> None:
     """Which learner predicts steps best, how soon, and how soon again after a change of speed?"""
     from controller.bench.costmodel import LEARNERS, measure
-    from controller.bench.costmodel_report import render_notes, render_table, to_json
+    from controller.bench.costmodel_report import render_notes, render_tables, to_json
     from controller.bench.costmodel_steps import (
         DEVICES,
         SourceError,
@@ -104,9 +104,10 @@ def costmodel(
             on_stage(f"{one.name}, {name}", index, len(series) * len(chosen))
             rows.append(measure(one, name, clock))
     console = wide_console()
-    console.print(render_table(rows))
+    for table in render_tables(rows):
+        console.print(table)
     for note in render_notes(rows):
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         about: dict[str, Any] = {
             "num_cpus": os.cpu_count(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from dataclasses import replace
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from controller.bench.costmodel import (
@@ -23,7 +25,7 @@ from controller.bench.costmodel import (
     misses,
 )
 from controller.bench.costmodel_load import MixedLoad, send_mixed
-from controller.bench.costmodel_report import render_notes, render_table, to_json
+from controller.bench.costmodel_report import render_notes, render_tables, to_json
 from controller.bench.costmodel_steps import (
     SourceError,
     StepSeries,
@@ -219,7 +221,16 @@ def test_goals_that_were_missed_are_named(changes: dict[str, Any], missed: tuple
 def test_the_report_states_goals_and_misses_beside_the_numbers() -> None:
     bad = replace(GOOD, learner="windowed", mape=0.09, num_refits=3, num_adopted=1, num_left_out=7,
                   recoveries=(Recovery(1.5, None), Recovery(2.0, 5)))  # fmt: skip
-    assert render_table([GOOD, bad]).row_count == 2
+    printed = io.StringIO()
+    console = Console(width=80, file=printed)
+    for table in render_tables([GOOD, bad]):
+        # The series, and a line per learner.
+        assert table.row_count == 3
+        console.print(table)
+    text = printed.getvalue()
+    assert "never" in text
+    assert "1 of 3" in text
+    assert "…" not in text
     notes = list(render_notes([GOOD, bad]))
     assert any("G4 MAPE ≤ 5 %" in note for note in notes)
     assert any("7 steps left out" in note for note in notes)
