@@ -30,6 +30,7 @@ from controller.bench.servers import (
 )
 from controller.bench.spike import PromiseRule
 from controller.cli.bench_costmodel import costmodel
+from controller.cli.bench_goals import goals
 from controller.cli.bench_load import load
 from controller.cli.bench_peers import peers
 from controller.cli.bench_roofline import roofline
@@ -40,6 +41,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MODEL = "demo"
 app = typer.Typer(help="Measure servers, peers and this machine.", no_args_is_help=True)
 app.command("costmodel")(costmodel)
+app.command("goals")(goals)
 app.command("load")(load)
 app.command("peers")(peers)
 app.command("roofline")(roofline)

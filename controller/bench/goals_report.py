@@ -1,0 +1,222 @@
+"""The study of the goals as text: verdicts for a terminal, a page of Markdown.
+
+Owns tables and sentences. Must not judge: verdicts are those of the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.table import Table
+
+from controller.bench.goals import Study
+from controller.bench.goals_cases import Case
+from controller.bench.goals_report_tables import (
+    calm_table,
+    curve_tables,
+    goodput_table,
+    overload_table,
+    table,
+    workloads_table,
+)
+from controller.bench.goals_verdicts import Check, Verdict, percent, shown, wanted_text
+
+_TITLES = {
+    "G1": "Goodput on mixed classes",
+    "G1b": "Goodput against the best static budget with our admission",
+    "G2": "Calm streams: one class at 60 to 80 % load",
+    "G3": "Overload",
+    "G6": "Bounds",
+}
+_WORDS = {
+    Verdict.MET: "met",
+    Verdict.MISSED: "**missed**",
+    Verdict.OPEN: "open",
+    Verdict.MISSING: "not measured",
+}
+_COLORS = {
+    Verdict.MET: "green",
+    Verdict.MISSED: "red",
+    Verdict.OPEN: "yellow",
+    Verdict.MISSING: "dim",
+}
+
+
+def verdict_of(checks: Iterable[Check]) -> Verdict:
+    """Return the verdict of a goal: the worst of its checks, a missed one first of all."""
+    found = {check.verdict for check in checks}
+    order = (Verdict.MISSED, Verdict.MISSING, Verdict.OPEN)
+    if not found:
+        return Verdict.MISSING
+    return next((each for each in order if each in found), Verdict.MET)
+
+
+def render_verdicts(study: Study) -> Table:
+    """Return the verdict table for a terminal."""
+    title = "Goals in the simulator" + ("" if study.is_complete else " (so far)")
+    found = Table(title=title)
+    for column in ("goal", "what", "case", "wanted", "measured", "verdict", "note"):
+        found.add_column(column)
+    for check in study.checks:
+        color = _COLORS[check.verdict]
+        found.add_row(
+            check.goal,
+            check.claim,
+            check.case,
+            wanted_text(check),
+            shown(check.measured, check.unit),
+            f"[{color}]{check.verdict.value}[/{color}]",
+            check.note,
+        )
+    return found
+
+
+def render_markdown(study: Study, commands: Sequence[str]) -> str:
+    """Return the page: what was measured, a paragraph and tables per goal, the commands."""
+    parts = [_introduction(study)]
+    for goal, title in _TITLES.items():
+        checks = [check for check in study.checks if check.goal == goal]
+        if goal.lower() not in study.goals:
+            continue
+        parts.append(f"## {goal}: {title}\n\n{paragraph(checks)}")
+        if checks:
+            parts.append(_checks_table(checks))
+        parts += _details(goal, study)
+    if study.curve is not None:
+        parts += ["## Load", *curve_tables(study.curve)]
+    parts += ["## Workloads", workloads_table(_cases(study)), _method()]
+    code = "\n".join(commands)
+    parts.append(f"## Commands\n\n```sh\n{code}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def paragraph(checks: Sequence[Check]) -> str:
+    """Return one paragraph on a goal: its verdict, in how many cases, and by how much it failed."""
+    if not checks:
+        return "Not measured."
+    verdict = verdict_of(checks)
+    sentences = [f"Verdict: **{verdict.value}**."]
+    sentences += [
+        _sentence([check for check in checks if check.claim == claim])
+        for claim in dict.fromkeys(check.claim for check in checks)
+    ]
+    return " ".join(sentences)
+
+
+def _sentence(checks: Sequence[Check]) -> str:
+    """Say of one claim in how many cases it holds, and where it is furthest from the goal."""
+    met = sum(check.verdict is Verdict.MET for check in checks)
+    known = [check for check in checks if check.margin is not None]
+    first = checks[0]
+    text = f"{first.claim[0].upper()}{first.claim[1:]}, wanted {wanted_text(first)}:"
+    text += f" met in {met} of {len(checks)} {'case' if len(checks) == 1 else 'cases'}"
+    if not known:
+        return f"{text}, not measured ({first.note})."
+    worst = min(known, key=_distance)
+    found = shown(worst.measured, worst.unit)
+    if worst.verdict is Verdict.MET:
+        return f"{text}, at worst {found} ({worst.case})."
+    margin = worst.margin or 0.0
+    if margin >= 0.0 and worst.verdict is Verdict.MISSED:
+        return f"{text}; {found} at {worst.case}, but at unequal attainment ({worst.note})."
+    amount = f"{percent(abs(margin))} {'short of' if first.is_least else 'above'} the goal"
+    if first.wanted == 0.0:
+        amount = f"{-margin:g} above the goal"
+    if worst.verdict is Verdict.OPEN:
+        amount = "a bound that does not tell"
+    return f"{text}; furthest away {worst.case} with {found}, {amount}."
+
+
+def _distance(check: Check) -> tuple[int, float]:
+    order = (Verdict.MISSED, Verdict.OPEN, Verdict.MET, Verdict.MISSING)
+    margin = check.margin
+    return order.index(check.verdict), 0.0 if margin is None else margin
+
+
+def _introduction(study: Study) -> str:
+    tally = {each: sum(c.verdict is each for c in study.checks) for each in Verdict}
+    counts = ", ".join(f"{number} {each.value}" for each, number in tally.items() if number)
+    lines = [
+        "# Results",
+        "What the controller keeps of its promises on recorded traffic, in the simulator: the"
+        " production loop, planner and cost model on virtual time ([simulation.md](simulation.md))."
+        f" {len(study.seeds)} seeds over the same arrivals, {study.num_runs} simulations. Numbers"
+        " in the checks are medians over seeds, with the least and the greatest in brackets; rates are"
+        " offered requests per second, and whoever is refused counts as missed.",
+    ]
+    absent = [
+        name
+        for name, path in (
+            ("Azure code", study.inputs.azure_code),
+            ("Azure conversations", study.inputs.azure_conv),
+            ("Mooncake conversations", study.inputs.mooncake),
+        )
+        if path is None
+    ]
+    if absent:
+        lines.append(f"Left out for want of the trace: {', '.join(absent)}.")
+    if not study.is_complete:
+        lines.append("**The study is not complete.**")
+    lines.append(f"Of {len(study.checks)} checks: {counts or 'none'}.")
+    rows = [
+        [goal, title, _WORDS[verdict_of(checks)], _count(checks)]
+        for goal, title in _TITLES.items()
+        if goal.lower() in study.goals
+        for checks in [[check for check in study.checks if check.goal == goal]]
+    ]
+    lines.append(table(("goal", "what", "verdict", "checks met"), rows))
+    return "\n\n".join(lines)
+
+
+def _count(checks: Sequence[Check]) -> str:
+    return f"{sum(check.verdict is Verdict.MET for check in checks)} of {len(checks)}"
+
+
+def _checks_table(checks: Sequence[Check]) -> str:
+    rows = [
+        [
+            check.claim,
+            check.case,
+            wanted_text(check),
+            shown(check.measured, check.unit),
+            _WORDS[check.verdict],
+            check.note,
+        ]
+        for check in checks
+    ]
+    return table(("what", "case", "wanted", "measured", "verdict", "note"), rows)
+
+
+def _details(goal: str, study: Study) -> Iterator[str]:
+    if goal == "G1" and study.steady:
+        yield "Goodput in requests per second, each baseline at its best setting:"
+        yield goodput_table(study.steady)
+    if goal == "G1b" and study.changing:
+        yield "Goodput in requests per second on traffic that changes:"
+        yield goodput_table(study.changing)
+    if goal == "G2" and study.calm:
+        yield calm_table(study.calm)
+    if goal == "G3" and study.overload:
+        yield "From the knee to twice as much (means over seeds):"
+        yield overload_table(study.overload)
+
+
+def _cases(study: Study) -> list[Case]:
+    return [
+        *(each.case for each in (*study.steady, *study.changing)),
+        *(case for case, _ in study.calm),
+    ]
+
+
+def _method() -> str:
+    return (
+        "Targets in the table are TTFT / TPOT. Rates are changed by stretching time, so every rate"
+        " has the same requests in the same pattern; of traffic that changes, a higher rate draws"
+        " more of them. Rates are tried on a ladder whose rungs are 15 % apart, by all policies of"
+        " all cases alike: the first seed finds the rungs between which attainment falls below a"
+        " level, then all seeds run there, and the goodput is interpolated. Static budgets (128 to"
+        " 4096 tokens, then half-way to the neighbours of the best) and the numbers of slack-greedy"
+        " and smallest-feasible are chosen per case and level with the first seed by the rate at"
+        " which they first fail; one that comes within two points is run with all seeds too, and"
+        " the better one counts."
+    )

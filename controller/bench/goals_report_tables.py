@@ -1,0 +1,181 @@
+"""The tables of the goals' page, as Markdown.
+
+Owns rows and columns. Must not judge or simulate.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from controller.bench.goals_cases import TOP_CLASS, Case, targets_of
+from controller.bench.goals_goodput import OURS, Best, CaseGoodput
+from controller.bench.goals_ladder import Curve
+from controller.bench.goals_promises import (
+    CURVE_LOADS,
+    Loads,
+    Point,
+    extra,
+    missed,
+    missed_of,
+    overall,
+    useful,
+)
+from controller.bench.goals_runs import Missing
+from controller.bench.goals_verdicts import percent
+from controller.simulation.goodput import shown
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; empty without a row."""
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def goodput_table(cases: Sequence[CaseGoodput]) -> str:
+    """Return the goodput of every policy, by case."""
+    levels = sorted({level for each in cases for level in each.levels})
+    rows = []
+    for each in cases:
+        name = each.case.name
+        ours = each.ours
+        rows.append(
+            [
+                name,
+                OURS,
+                *(str(ours) if isinstance(ours, Missing) else _at(ours, v) for v in levels),
+            ]
+        )
+        for family in dict.fromkeys(family for family, _ in each.baselines):
+            cells = []
+            for level in levels:
+                best = each.baselines.get((family, level))
+                if isinstance(best, Best):
+                    cells.append(f"{_at(best.curve, level)} `{best.curve.policy}`")
+                else:
+                    cells.append("–" if best is None else str(best))
+            rows.append([name, family, *cells])
+    return table(("case", "policy", *(f"{percent(level)} kept" for level in levels)), rows)
+
+
+def calm_table(cases: Sequence[tuple[Case, Loads | Missing]]) -> str:
+    """Return attainment, TPOT and gaps of one class at moderate loads."""
+    rows = []
+    for case, loads in cases:
+        if isinstance(loads, Missing):
+            continue
+        rows += [
+            [
+                case.name,
+                f"{percent(point.factor)} ({point.rate:.2f}/s)",
+                point.policy,
+                f"{point.attainment:.1%}",
+                _ms(point.mean(overall("tpot_s", "p50"))),
+                _ms(point.mean(overall("tpot_s", "p90"))),
+                _ms(point.mean(overall("ttft_s", "p90"))),
+                f"{point.mean(extra('gap_share_p99')):.2f}×",
+                f"{max(point.by_seed(extra('gap_share_max')), default=0.0):.2f}×",
+            ]
+            for point in loads.points
+        ]
+    head = ("case", "load", "policy", "kept", "TPOT P50", "TPOT P90", "TTFT P90")
+    return table((*head, "longest gaps / target, P99", "worst"), rows)
+
+
+def overload_table(cases: Sequence[tuple[Case, Loads | Missing]]) -> str:
+    """Return what is missed, by class, and what is useful at and beyond the knee."""
+    rows = []
+    for case, loads in cases:
+        if isinstance(loads, Missing):
+            continue
+        classes = [name for name, *_ in targets_of(case)]
+        rows += [
+            [
+                case.name,
+                f"{point.factor:g}× ({point.rate:.2f}/s)",
+                point.policy,
+                f"{point.mean(missed):.1%}",
+                " / ".join(f"{point.mean(missed_of(name)):.1%}" for name in classes),
+                f"{point.mean(useful):,.0f}",
+            ]
+            for point in loads.points
+        ]
+    head = ("case", "load", "policy", "missed", f"by class, {TOP_CLASS} first", "useful tokens/s")
+    return table(head, rows)
+
+
+def curve_tables(loads: Loads | Missing) -> list[str]:
+    """Return attainment of every policy by load, by class and by length."""
+    if isinstance(loads, Missing):
+        return [f"Not measured: {loads}."]
+    head = ("policy", *(f"{factor:g}×" for factor in CURVE_LOADS))
+    by_load = [
+        [name, *(f"{loads.at(name, factor).attainment:.1%}" for factor in CURVE_LOADS)]
+        for name in loads.policies
+    ]
+    by_class = [
+        [name, *(_classes(loads, loads.at(name, factor)) for factor in CURVE_LOADS)]
+        for name in loads.policies
+    ]
+    by_length = [
+        [f"{name} at {factor:g}×", *_deciles(loads.at(name, factor))]
+        for factor in CURVE_LOADS
+        if factor >= 1.0
+        for name in loads.policies
+    ]
+    classes = ", ".join(name for name, *_ in targets_of(loads.case))
+    seeds = len(loads.points[0].rows)
+    longest = max((len(row) for row in by_length), default=1)
+    return [
+        f"{loads.case.name}, multiples of {loads.knee:.2f} requests per second (the 90 % goodput of"
+        f" `{OURS}`), means over {seeds} seeds. Share kept:",
+        table(head, by_load),
+        f"By class, in percent ({classes}):",
+        table(head, by_class),
+        "By length of the prompt, tenths from the shortest, in percent:",
+        table(("policy", *(str(i) for i in range(1, longest))), by_length),
+    ]
+
+
+def workloads_table(cases: Sequence[Case]) -> str:
+    """Return what each case is made of."""
+    rows = []
+    for case in cases:
+        source = case.scene.source
+        promised = ", ".join(
+            f"{name} {ttft_s:g} s / {tpot_s * 1000.0:g} ms"
+            for name, ttft_s, tpot_s in targets_of(case)
+        )
+        total = sum(share for _, share in source.mix)
+        mix = "/".join(f"{100.0 * share / total:.0f}" for _, share in source.mix)
+        mix += " by length" if source.is_by_length else ""
+        if source.trace is None:
+            mix = "in turn, 40 s each: the first alone, then 60/40"
+        rate = "–" if source.trace is None else f"{case.base_rate:.2f}/s"
+        rows.append([case.name, str(case.num_requests), rate, promised, mix])
+    return table(("case", "requests", "own rate", "promised", "shares of classes, %"), rows)
+
+
+def _at(curve: Curve, level: float) -> str:
+    return shown(curve.goodput(level), curve.goodput_by_seed(level))
+
+
+def _classes(loads: Loads, point: Point) -> str:
+    return " / ".join(
+        f"{100.0 * (1.0 - point.mean(missed_of(name))):.0f}" for name, *_ in targets_of(loads.case)
+    )
+
+
+def _deciles(point: Point) -> list[str]:
+    groups = [row.measures["deciles"] for row in point.rows]
+    num = min(len(each) for each in groups)
+    return [
+        f"{100.0 * statistics.fmean(each[i]['attainment'] for each in groups):.0f}"
+        for i in range(num)
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000.0:.0f} ms"

@@ -1,0 +1,152 @@
+"""`GoalScene`: one simulation of the goals, with what the general measures do not hold.
+
+Owns the measures that only the goals need: skipped decodes, overtaking, waits against their bounds,
+gaps against their targets. Must not judge them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
+from controller.policy.policies import make_planner
+from controller.policy.settings import PolicyConfig
+from controller.simulation.measures import measure
+from controller.simulation.records import SimulatedRequest
+from controller.simulation.run import PlannerParts, Progress, simulate
+from controller.simulation.sweep import Scene, SweepRow, SweepTask
+from controller.workload.arrivals import Workload
+from controller.workload.transforms import assign_classes, assign_classes_by_length
+from engine.ports import EngineView, Planner
+from engine.step import StepPlan
+
+GOALS_FORMAT: Final = 1
+"""Of what a run of the goals keeps beside `Measures`; another number is another result."""
+EXTRA: Final = "goals"
+"""Key of the goals' own measures in `SweepRow.measures`."""
+
+
+class GoalScene(Scene):
+    """What the runs of one case share.
+
+    Of a trace the arrival list is the same for every seed, jitter included: the seed draws classes
+    and the machine's noise. `policy` of a task may also be `slack-greedy:FACTOR` or
+    `smallest-feasible:TOKENS`, baselines with a number of their own.
+    """
+
+    __slots__ = ()
+
+    def workload(self, load: float, seed: int) -> Workload:
+        """Return the workload of a task."""
+        source = self.source
+        if source.trace is None:
+            return source.workload(load, seed)
+        workload = replace(source, mix=()).workload(load, 0)
+        assign = assign_classes_by_length if source.is_by_length else assign_classes
+        return assign(workload, dict(source.mix), seed) if source.mix else workload
+
+    def run(self, task: SweepTask, progress: Progress | None = None) -> SweepRow:
+        """Simulate one task; raises what `simulate` raises."""
+        watches: list[DecodeWatch] = []
+
+        def watched(parts: PlannerParts) -> Planner:
+            watches.append(DecodeWatch(planner_of(task.policy, parts)))
+            return watches[0]
+
+        result = simulate(
+            self.workload(task.load, task.seed),
+            watched,
+            self.hardware,
+            replace(self.config, seed=task.seed),
+            progress,
+            policy_name=task.policy,
+        )
+        measures = measure(result, self.hardware).to_json()
+        extra = bounds_of(result.requests, self.config.planner)
+        measures[EXTRA] = extra | {"longest_skip": watches[0].longest_skip}
+        return SweepRow(task, result.offered_rate, measures, result.event_hash, result.wall_s)
+
+    def key(self, task: SweepTask) -> str:
+        """Return a name for everything that the task's result depends on."""
+        text = f"goals {GOALS_FORMAT} {super().key(task)}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def planner_of(policy: str, parts: PlannerParts) -> Planner:
+    """Return the planner called `policy`; ValueError if there is none."""
+    name, _, number = policy.partition(":")
+    if number and name == "slack-greedy":
+        return SlackGreedyPlanner(parts.cost_model, slack_factor=float(number))
+    if number and name == "smallest-feasible":
+        return SmallestFeasiblePlanner(parts.cost_model, min_tokens=int(number))
+    return make_planner(policy, parts.cost_model, parts.output_lengths, parts.config)
+
+
+class DecodeWatch:
+    """Wraps a planner and counts the plans in a row that leave out a stream that is decoding.
+
+    A stream that a plan preempts is not running any more, and not counted.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._skips: dict[str, int] = {}
+        self.longest_skip = 0
+
+    def plan(self, view: EngineView) -> StepPlan:
+        """Return the planner's plan."""
+        plan = self._planner.plan(view)
+        decoding = {each.request_id for each in view.running if each.is_decoding}
+        skipped = decoding.difference(work.request_id for work in plan.work)
+        skipped.difference_update(each.request_id for each in plan.preemptions)
+        if skipped or self._skips:
+            self._skips = {each: self._skips.get(each, 0) + 1 for each in skipped}
+            self.longest_skip = max(self.longest_skip, *self._skips.values(), 0)
+        return plan
+
+
+def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dict[str, Any]:
+    """Return how near the requests of a run came to the bounds that are promised to everybody.
+
+    `wait_share`: the longest wait over its bound, max(`max_age_factor`·T, `min_max_age_s`).
+    `most_overtaken`: of any request, how many later arrivals of its class started before it did, or
+    before it gave up. `gap_share_p99`, `gap_share_max`: over served requests, the longest gap over
+    the TPOT target (None without one).
+    """
+    waits = [
+        each.wait_s / max(config.max_age_factor * each.ttft_target_s, config.min_max_age_s)
+        for each in requests
+        if each.ttft_target_s is not None
+    ]
+    gaps = [
+        each.longest_gap_s / each.tpot_target_s
+        for each in requests
+        if each.tpot_target_s is not None and each.is_served and each.num_output_tokens > 1
+    ]
+    return {
+        "wait_share": max(waits, default=0.0),
+        "most_overtaken": most_overtaken(requests),
+        "gap_share_p99": float(np.percentile(gaps, 99)) if gaps else None,
+        "gap_share_max": max(gaps, default=None),
+    }
+
+
+def most_overtaken(requests: Sequence[SimulatedRequest]) -> int:
+    """Return the most later arrivals of its class that started before a request did, or gave up."""
+    by_class: dict[str, list[SimulatedRequest]] = {}
+    for each in sorted(requests, key=lambda each: (each.arrived_at, each.index)):
+        by_class.setdefault(each.slo_class, []).append(each)
+    most = 0
+    for group in by_class.values():
+        waited_until = np.array([each.arrived_at + each.wait_s for each in group])
+        # Whoever was refused never started: it overtook nobody.
+        is_started = np.array([each.finish_reason != "rejected" for each in group])
+        started_at = np.where(is_started, waited_until, np.inf)
+        for index, until in enumerate(waited_until.tolist()):
+            most = max(most, int((started_at[index + 1 :] < until).sum()))
+    return most
