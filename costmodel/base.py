@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from costmodel.features import FloatArray, Regime, StepFeatures
+from costmodel.margin import TARGET_COVERAGE
 
 
 class LatencyEstimate(NamedTuple):
@@ -53,7 +54,10 @@ class RegimeQuality:
 
 @dataclass(frozen=True, slots=True)
 class ModelQuality:
-    """Quality per regime and over all, plus counted updates and rejected samples by reason."""
+    """Quality per regime and over all, plus counted updates and rejected samples by reason.
+
+    `target_coverage` is what `coverage` is steered to.
+    """
 
     version: int
     num_observed: int
@@ -61,6 +65,7 @@ class ModelQuality:
     coverage: float
     regimes: tuple[RegimeQuality, ...]
     num_rejected: dict[str, int]
+    target_coverage: float = TARGET_COVERAGE
 
 
 class CostModel(Protocol):

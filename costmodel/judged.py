@@ -17,7 +17,13 @@ from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLA
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
 from costmodel.hygiene import RejectReason, Screen, check_sample
-from costmodel.margin import PRIOR_MARGIN, ConformalMargin
+from costmodel.margin import (
+    MAX_COVERAGE,
+    MIN_COVERAGE,
+    PRIOR_MARGIN,
+    ConformalMargin,
+    prior_scale,
+)
 from costmodel.plane import NonNegativePlane
 from costmodel.window import QualityWindow
 
@@ -173,6 +179,25 @@ class JudgedPlanes(ABC):
     def marginals(self) -> MarginalCosts:
         """Return marginal costs under the current coefficients."""
         return self._envelope.marginals()
+    def aim_for(self, coverage: float) -> None:
+        """Let upper bounds hold with that probability from now on.
+
+        ValueError if it is outside [`MIN_COVERAGE`, `MAX_COVERAGE`]. What was learnt stays; the
+        share of steps that kept their bound is counted on over both targets.
+        """
+        if not MIN_COVERAGE <= coverage <= MAX_COVERAGE:
+            raise ValueError(
+                f"coverage must be in [{MIN_COVERAGE}, {MAX_COVERAGE}], got {coverage!r}"
+            )
+        for regime, margin in self._margins.items():
+            margin.aim_for(coverage)
+            self._shares[regime] = margin.margin
+
+    @property
+    def target_coverage(self) -> float:
+        """The probability that upper bounds are to hold with."""
+        return self._margins[Regime.MIXED].coverage
+
 
     def quality(self) -> ModelQuality:
         """Return error and coverage over the recent past, and the model's version."""
@@ -195,6 +220,7 @@ class JudgedPlanes(ABC):
         )
 
     def _home(self, regime: Regime, predicted_s: float) -> int:
+            target_coverage=self.target_coverage,
         """Return the plane that is expected to be the largest one, and steer the usual size."""
         if regime is Regime.DECODE_ONLY:
             return DECODE_PLANE
@@ -255,8 +281,9 @@ class JudgedPlanes(ABC):
         known = [m.margin for m in self._margins.values() if m not in scarce]
         if known:
             for margin in scarce:
-                margin.borrow(min(PRIOR_MARGIN, max(known)))
+                margin.borrow(min(most, max(known)))
             self._shares.update({regime: m.margin for regime, m in self._margins.items()})
+            most = PRIOR_MARGIN * prior_scale(self.target_coverage)
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1

@@ -24,6 +24,7 @@ from controller.policy.budget import (
     candidate_tokens,
     demanded_tokens,
     latency_curve,
+    made_safe,
 )
 from controller.policy.capacity import Intake
 from controller.policy.facts import (
@@ -114,8 +115,11 @@ def judge_queue(
     step may compute.
     """
     now = view.now
+    token_s = 0.0
+    if config.order_blend > 0.0:
+        token_s = float(made_safe(np.array([cost_model.marginals().prefill_token_s]))[0])
     queue = PrefillQueue.of(
-        wanting, facts, config, pacing.gap_limit_s, num_expected, pacing.decode_s
+        wanting, facts, config, pacing.gap_limit_s, num_expected, pacing.decode_s, token_s
     )
     if not pacing.holds_periods:
         queue.period_s[:] = math.inf

@@ -101,13 +101,14 @@ def late_set(
     is_started: BoolArray,
     config: PolicyConfig,
 ) -> BoolArray:
-    """Choose whom not to serve in time (Moore–Hodgson with weights), for work in deadline order;
-    all of shape (n,).
+    """Choose whom not to serve in time (Moore–Hodgson with weights), for work in the order in which
+    it would be computed; all of shape (n,).
 
     Walk the order; at the first request that would be late drop the largest remaining work per
     weight among those so far, until it is on time. `weight` 0 (nothing to miss) is dropped before
     any promise, infinite weight never; started work counts `started_factor` times its weight.
-    Returns the dropped ones, those included that cannot be on time even if served at once.
+    Returns the dropped ones, those included that cannot be on time even if served at once. Nobody
+    who is left is late, whatever the order is; they are the most in the order of deadlines.
     """
     if (np.cumsum(work_s) <= time_left_s).all():
         return np.zeros(work_s.size, dtype=np.bool_)

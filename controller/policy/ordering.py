@@ -56,7 +56,7 @@ class PrefillQueue:
     """Requests whose known tokens are not all computed, with what ordering and admission need.
 
     Columns of shape (n,), in serving order: `remaining` and `past` are tokens to compute and
-    computed. `due_at` is the key of the deadline order. `deadline_at` is the paced first-token
+    computed. `due_at` is the key of the serving order. `deadline_at` is the paced first-token
     deadline, +inf where there is none to miss (best effort, or a first token already out).
     `period_s` is the paced token period once the request decodes. `weight` is the class weight
     where there is a deadline to miss, infinite for a stream in the middle, else 0. `is_started`
@@ -103,12 +103,14 @@ class PrefillQueue:
         gap_limit_s: float,
         num_expected: FloatArray,
         step_s: float,
+        token_s: float = 0.0,
     ) -> PrefillQueue:
-        """Order the requests, those that are not waiting first in the list, by the deadline order.
+        """Order the requests, those that are not waiting first in the list, by when they are due.
 
-        Priority first, lower first; then earliest `due_at`; ties by arrival, then by position.
+        Priority first, lower first; then earliest `due_at`, the paced deadline and `order_blend`
+        times the work that is left; ties by arrival, then by position.
         `facts` are theirs, `num_expected` (n,) expected output tokens, `step_s` a decode step's
-        seconds.
+        seconds, `token_s` a prompt token's.
         """
         num = len(requests)
         table = np.empty((8, num))
@@ -132,6 +134,10 @@ class PrefillQueue:
                 # Preempted in mid-stream: its next token is what is due, and its TTFT is history.
                 due_at[i], deadline_at[i] = last_token_at + period_s[i], math.inf
                 weight[i] = math.inf
+        if config.order_blend > 0.0:
+            # A stream in the middle waits for no prompt's sake.
+            work_s = np.where(weight < math.inf, remaining * token_s, 0.0)
+            due_at += config.order_blend * work_s
         priority = facts[PRIORITY]
         index = np.argsort(due_at, kind="stable")
         ordered = due_at[index]

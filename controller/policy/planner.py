@@ -174,6 +174,8 @@ class SloPlanner:
         most_tokens: int,
     ) -> Intake:
         config, max_running = self._config, min(view.max_num_seqs, most_tokens)
+        if config.max_running is not None:
+            max_running = min(max_running, config.max_running)
         newcomers = [*view.preempted, *waiting]
         room = None
         if newcomers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from costmodel.margin import MAX_COVERAGE, MIN_COVERAGE
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
@@ -38,11 +40,18 @@ class PolicyConfig:
     many steps a block of prompt tokens is computed beside streams where the mean allows it and the
     upper bound does not: a margin that is too wide would otherwise forbid what narrows it.
 
+    Margin: `margin_quantile` in [0.5, 0.99] is the probability that the cost model's upper bound is
+    steered to hold with.
+
+    Order: `order_blend` is how many seconds later a prompt counts as due per second of work that is
+    left of it: 0 is the order of deadlines, more serves short prompts before long ones.
+
     Conflict: `started_factor` is how much dearer a started prefill is to drop; `length_neutrality`
     in [0, 1] moves shedding from count-optimal (0: long prompts go first) to length-neutral (1:
     weights alone decide).
 
-    KV: `kv_reserve` is the share of the pool that admissions leave free.
+    Room: `kv_reserve` is the share of the pool that admissions leave free; `max_running` caps how
+    many requests run at once (None = the engine's own cap only).
     """
 
     pace: float = 0.95
@@ -54,6 +63,7 @@ class PolicyConfig:
     drain_steps: float = 8.0
     split_threshold: int = 32
     exploration: float = 0.01
+    margin_quantile: float = 0.9
     max_wait_s: float = 30.0
     turn_period: int = 8
     max_age_factor: float = 10.0
@@ -63,9 +73,11 @@ class PolicyConfig:
     max_judged: int = 512
     probe_period: int = 8
     probe_factor: float = 8.0
+    order_blend: float = 0.0
     started_factor: float = 8.0
     length_neutrality: float = 0.0
     kv_reserve: float = 0.02
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -82,7 +94,16 @@ class PolicyConfig:
             self._check_positive(name)
         self._check_positive("started_factor")
         self._check_positive("drain_steps", may_be_infinite=True)
-        for name in ("token_budget", "max_overtaken", "max_waiting_tokens"):
+        quantile = self.margin_quantile
+        if not (_is_number(quantile) and MIN_COVERAGE <= quantile <= MAX_COVERAGE):
+            raise ValueError(
+                f"margin_quantile must be in [{MIN_COVERAGE}, {MAX_COVERAGE}], got {quantile!r}"
+            )
+        if not (_is_number(self.order_blend) and 0.0 <= self.order_blend < math.inf):
+            raise ValueError(
+                f"order_blend must be a number of at least 0, got {self.order_blend!r}"
+            )
+        for name in ("token_budget", "max_overtaken", "max_waiting_tokens", "max_running"):
             if getattr(self, name) is not None:
                 self._check_count(name, 1)
         self._check_count("split_threshold", 0)

@@ -278,6 +278,11 @@ class _ModelCollector(Collector):
         coverage = GaugeMetricFamily(
             "paceline_model_coverage_ratio", "Share of steps under their bound", labels=["regime"]
         )
+        yield GaugeMetricFamily(
+            "paceline_model_coverage_target_ratio",
+            "Share of steps that are to stay under their bound",
+            value=quality.target_coverage,
+        )
         margin = GaugeMetricFamily(
             "paceline_model_margin_ratio", "Safety added to the mean", labels=["regime"]
         )

@@ -7,25 +7,30 @@ nor a slowdown.
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Final
 
 from controller.simulation.hardware import HardwareProfile
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
 from costmodel.features import FloatArray, StepFeatures
 from costmodel.hygiene import RejectReason
+from costmodel.margin import TARGET_COVERAGE
 
-# The upper bound holds nine times in ten: the 90 % quantile of a standard normal.
-_Z90: Final = 1.2815515655446004
 _KNEE_SHARE: Final = 0.9
 _MAX_KNEE: Final = 1 << 20
 
 
 class OracleModel:
-    """A `CostModel` that answers with the profile's own seconds, and the noise's quantile."""
+    """A `CostModel` that answers with the profile's own seconds, and the noise's quantile
+    `coverage` as the upper bound.
+    """
 
-    def __init__(self, profile: HardwareProfile) -> None:
+    def __init__(self, profile: HardwareProfile, coverage: float = TARGET_COVERAGE) -> None:
         self._profile = profile
-        self._upper = math.exp(_Z90 * profile.noise - profile.noise**2 / 2.0)
+        self._coverage = coverage
+        z = NormalDist().inv_cdf(coverage)
+        # The mean of a noise that is skewed lies above its median.
+        self._upper = max(1.0, math.exp(z * profile.noise - profile.noise**2 / 2.0))
         self._marginals = _marginals(profile)
 
     @property
@@ -56,7 +61,7 @@ class OracleModel:
 
     def quality(self) -> ModelQuality:
         """Nothing was observed."""
-        return ModelQuality(0, 0, 0.0, 0.0, (), {})
+        return ModelQuality(0, 0, 0.0, 0.0, (), {}, self._coverage)
 
 
 def _marginals(profile: HardwareProfile) -> MarginalCosts:

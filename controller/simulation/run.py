@@ -27,6 +27,7 @@ from costmodel.base import CostModel
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from costmodel.prior import fit_prior
+from costmodel.recursive import RecursiveLeastSquares
 from costmodel.refitted import RefittedLeastSquares
 from engine.blocks import BlockPool
 from engine.clock import Clock, MonotonicClock, VirtualClock
@@ -271,14 +272,15 @@ def _cost_model(
 ) -> _Model:
     """Return the model that the planner asks: the truth, or what a warm-up tells of it."""
     if config.learner == "oracle":
-        return OracleModel(hardware)
+        return OracleModel(hardware, config.planner.margin_quantile)
     clock = VirtualClock()
     # The warm-up's noise is its own: the workload's begins at the same place for every learner.
     runner = PopulationRunner(clock, Device(hardware, config.seed + (1 << 32)), {})
     samples = run_sweep(runner, engine, clock, sweep_shapes(engine))
-    if config.learner == "refitted":
-        return fit_prior(samples, RefittedLeastSquares)
-    return fit_prior(samples)
+    learner = RefittedLeastSquares if config.learner == "refitted" else RecursiveLeastSquares
+    model = fit_prior(samples, learner)
+    model.aim_for(config.planner.margin_quantile)
+    return model
 
 
 def _refitter(model: CostModel) -> Refitter | None:

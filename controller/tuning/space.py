@@ -17,7 +17,10 @@ from controller.policy.settings import PolicyConfig
 
 MAX_NUM_SEQS: Final = "max_num_seqs"
 DEFAULT_MAX_NUM_SEQS: Final[int] = Settings.model_fields[MAX_NUM_SEQS].default
-_MAX_RUNNING: Final = 4096
+_MAX_SEATS: Final = 4096
+# Up to the seats that a server has by default this is the planner's own cap; beyond, the engine
+# gets as many seats. One knob: two would search the lesser of two numbers.
+_MAX_RUNNING: Final = "max_running"
 # The top of the range of `token_budget` says "no cap below the engine's own".
 _NO_CAP: Final = 8192
 # Knobs that one neighbour moves at most.
@@ -39,10 +42,8 @@ class TunedSettings:
     def __post_init__(self) -> None:
         """Check what `PolicyConfig` has not checked."""
         value = self.max_num_seqs
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_RUNNING:
-            raise ValueError(
-                f"max_num_seqs must be an integer in [1, {_MAX_RUNNING}], got {value!r}"
-            )
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SEATS:
+            raise ValueError(f"max_num_seqs must be an integer in [1, {_MAX_SEATS}], got {value!r}")
 
     def to_json(self) -> dict[str, Value]:
         """Return every setting by name, flat."""
@@ -78,8 +79,7 @@ DEFAULTS: Final = TunedSettings()
 class Knob:
     """One setting that is searched, from `low` to `high`, both included.
 
-    `is_log` searches ratios instead of differences; `step` searches only so many apart, where an
-    end of the range is unlike everything near it. `reason` says what the ends of the range are.
+    `is_log` searches ratios instead of differences. `reason` says what the ends of the range are.
     """
 
     name: str
@@ -88,22 +88,24 @@ class Knob:
     reason: str
     is_integer: bool = False
     is_log: bool = False
-    step: float | None = None
 
     @property
     def default(self) -> float:
         """The shipped value, as a number of the range."""
-        value = DEFAULTS.to_json()[self.name]
-        return self.high if value is None else value
+        return self.number_in(DEFAULTS)
+
+    def number_in(self, settings: TunedSettings) -> float:
+        """What these settings have of it, as a number that may lie outside the range."""
+        value = settings.to_json()[self.name]
+        if value is not None:
+            return value
+        return settings.max_num_seqs if self.name == _MAX_RUNNING else self.high
 
 
 KNOBS: Final = (
     Knob("pace", 0.7, 1.0, "at 1 everybody ends a little late; below 0.7 capacity is given away"),
     Knob("upper_pace", 1.0, 1.6, "1 trusts no step whose bound exceeds the target, 1.6 nearly all"),
-    Knob(
-        "bank", 0.0, 1.0, "0 keeps every gap even, 1 spends all that an early token has saved",
-        step=0.25,
-    ),
+    Knob("bank", 0.0, 1.0, "0 keeps every gap even, 1 spends all that quick tokens have saved"),
     Knob(
         "token_budget", 64, _NO_CAP, "8192 is no cap; a small one shortens the longest gap",
         is_integer=True, is_log=True,
@@ -118,10 +120,16 @@ KNOBS: Final = (
         "started_factor", 1.0, 64.0, "1 drops started prompts like any other, 64 hardly ever",
         is_log=True,
     ),
+    Knob(
+        "order_blend", 0.0, 16.0, "0 serves by deadline, 16 nearly the shortest prompt first"
+    ),
+    Knob(
+        "margin_quantile", 0.5, 0.99, "at 0.5 half of the steps exceed their bound, at 0.99 hardly"
+    ),
     Knob("exploration", 0.0, 0.05, "share of steps that are spent on learning the machine"),
     Knob("kv_reserve", 0.0, 0.2, "0 fills the pool and risks preemptions, 0.2 wastes a fifth"),
     Knob(
-        MAX_NUM_SEQS, 8, 256, "few keep steps short, many keep the machine busy",
+        _MAX_RUNNING, 8, 256, "few keep steps short, many keep the machine busy",
         is_integer=True, is_log=True,
     ),
 )  # fmt: skip
@@ -143,8 +151,9 @@ def settings_at(point: Mapping[str, float], base: TunedSettings = DEFAULTS) -> T
     planner: dict[str, Value] = {}
     max_num_seqs = base.max_num_seqs
     for name, number in point.items():
-        if name == MAX_NUM_SEQS:
-            max_num_seqs = int(number)
+        if name == _MAX_RUNNING:
+            max_num_seqs = max(base.max_num_seqs, int(number))
+            planner[name] = int(number) if number < base.max_num_seqs else None
         elif name == "token_budget":
             planner[name] = None if number >= _NO_CAP else int(number)
         else:
@@ -171,8 +180,6 @@ def neighbour(
         else:
             drawn = low + (high - low) * rng.random()
             value = (here + drawn) / 2.0
-        if knob.step is not None:
-            value = low + round((value - low) / knob.step) * knob.step
         value = min(max(value, low), high)
         point[knob.name] = round(value) if knob.is_integer else value
     return point
@@ -180,9 +187,4 @@ def neighbour(
 
 def point_of(settings: TunedSettings, knobs: Iterable[Knob]) -> dict[str, float]:
     """Return the numbers of settings along these knobs, cut to their ranges."""
-    values = settings.to_json()
-    point = {}
-    for knob in knobs:
-        value = values[knob.name]
-        point[knob.name] = min(max(knob.high if value is None else value, knob.low), knob.high)
-    return point
+    return {knob.name: min(max(knob.number_in(settings), knob.low), knob.high) for knob in knobs}

@@ -274,7 +274,7 @@ def _check_fingerprint(study: optuna.Study, wanted: Mapping[str, str], path: Pat
 def _distribution(knob: Knob) -> BaseDistribution:
     if knob.is_integer:
         return IntDistribution(int(knob.low), int(knob.high), log=knob.is_log)
-    return FloatDistribution(knob.low, knob.high, log=knob.is_log, step=knob.step)
+    return FloatDistribution(knob.low, knob.high, log=knob.is_log)
 
 
 def _has_ended(trial: FrozenTrial) -> bool:

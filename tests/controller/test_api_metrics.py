@@ -210,7 +210,7 @@ def test_the_models_quality_is_asked_on_the_loops_thread_only() -> None:
     def quality() -> ModelQuality:
         asked.append(1)
         regime = RegimeQuality(Regime.MIXED, 7, 0.04, 0.91, 0.2)
-        return ModelQuality(3, 9, 0.05, 0.9, (regime,), {"warm_up": 2})
+        return ModelQuality(3, 9, 0.05, 0.9, (regime,), {"warm_up": 2}, 0.8)
 
     metrics = new_metrics(quality=quality)
     assert value(metrics, "paceline_model_version") is None
@@ -219,6 +219,7 @@ def test_the_models_quality_is_asked_on_the_loops_thread_only() -> None:
     assert value(metrics, "paceline_model_observed_steps", regime="all") == 9
     assert value(metrics, "paceline_model_mape_ratio", regime="mixed") == 0.04
     assert value(metrics, "paceline_model_coverage_ratio", regime="mixed") == 0.91
+    assert value(metrics, "paceline_model_coverage_target_ratio") == 0.8
     assert value(metrics, "paceline_model_margin_ratio", regime="mixed") == 0.2
     assert value(metrics, "paceline_model_samples_rejected_total", reason="warm_up") == 2
     assert asked == [1]

@@ -20,7 +20,7 @@ from store.profiles import ProfileStore
 
 TRAFFIC = "poisson:rate=800,duration=0.5,prompt=8,output=20,classes=chat:3/bulk:1"
 PROMISES = ["--slo-class", "chat:ttft_ms=600,weight=2", "--slo-class", "bulk:ttft_ms=5000"]
-QUICK = ["--generate", TRAFFIC, *PROMISES, "--knob", "max_num_seqs", "--seeds", "1",
+QUICK = ["--generate", TRAFFIC, *PROMISES, "--knob", "max_running", "--seeds", "1",
          "--held-out-seeds", "2"]  # fmt: skip
 OWNER = ["--model", "demo", "--device", "cpu (2 threads)"]
 

@@ -28,7 +28,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         "model": str(tmp_path / "model"), "served_model_name": "tiny", "is_warmup_enabled": False,
         "kv_cache_memory_bytes": 1_000_000, "db": f"sqlite:///{tmp_path}/p.db",
     }  # fmt: skip
-    return load_settings(flags, None, {"max_num_seqs": 7, "planner": {"pace": 0.75}})
+    tuned = {"max_num_seqs": 7, "planner": {"pace": 0.75, "margin_quantile": 0.8}}
+    return load_settings(flags, None, tuned)
 
 
 def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Settings) -> None:
@@ -39,6 +40,7 @@ def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Setti
     runtime = build_runtime(settings, SILENT, owner)
     try:
         assert runtime.engine_config.max_num_seqs == 7
+        assert runtime.cost_model.target_coverage == 0.8
         (run, before) = runtime.reader.runs()
         assert (run["profile"], before["profile"]) == ("mine", None)
         assert run["settings"]["planner"]["pace"] == 0.75

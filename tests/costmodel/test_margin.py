@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.margin import MAX_SCORES, PRIOR_MARGIN, ConformalMargin
+from costmodel.fields import SnapshotError
+from costmodel.margin import (
+    MAX_COVERAGE,
+    MAX_SCORES,
+    MIN_COVERAGE,
+    PRIOR_MARGIN,
+    TARGET_COVERAGE,
+    ConformalMargin,
+    prior_scale,
+)
 
 
 def _run(margin: ConformalMargin, scores: list[float]) -> list[bool]:
@@ -159,3 +168,68 @@ def test_a_borrowed_margin_takes_the_place_of_the_prior() -> None:
     _run(margin, [0.0] * 20)
     assert margin.num_scores == 20
     assert margin.margin == pytest.approx(0.08 * (10 / 30) ** 0.5)
+
+
+@pytest.mark.parametrize("coverage", [MIN_COVERAGE, 0.6, 0.75, 0.95, MAX_COVERAGE])
+@pytest.mark.parametrize("noise", ["normal", "heavy"])
+def test_any_target_is_held(coverage: float, noise: str) -> None:
+    rng = np.random.default_rng(5)
+    # Steps that take longer than predicted: the bound is never below the mean, so where half of
+    # them are quicker it cannot be missed half of the time.
+    scores = {
+        "normal": rng.normal(0.04, 0.05, 3000),
+        "heavy": 0.04 + rng.standard_t(2, 3000) * 0.05,
+    }[noise]
+    covered = _run(ConformalMargin(coverage=coverage), scores.tolist())
+    for end in range(1000, 3001, 250):
+        assert abs(np.mean(covered[end - 500 : end]) - coverage) <= 0.03
+
+
+@pytest.mark.parametrize("coverage", [0.75, 0.95, MAX_COVERAGE])
+def test_a_young_margin_covers_normal_residuals_at_any_target(coverage: float) -> None:
+    rng = np.random.default_rng(6)
+    prior = 0.05 * 1.2816 * prior_scale(coverage)
+    runs = [
+        _run(ConformalMargin(prior, coverage), rng.normal(0.0, 0.05, 40).tolist())
+        for _ in range(100)
+    ]
+    assert abs(np.mean(runs) - coverage) <= 0.03
+
+
+def test_a_new_target_takes_what_was_learnt_along() -> None:
+    scores = np.random.default_rng(7).normal(0.0, 0.1, 2000).tolist()
+    margin = ConformalMargin()
+    _run(margin, scores[:500])
+    at_90 = margin.margin
+    margin.aim_for(TARGET_COVERAGE)
+    assert margin.margin == at_90
+    margin.aim_for(0.99)
+    assert margin.coverage == 0.99
+    assert margin.margin > 1.3 * at_90
+    margin.aim_for(0.5)
+    assert margin.margin < 0.5 * at_90
+    covered = _run(margin, scores[500:])
+    assert 0.47 <= np.mean(covered[-500:]) <= 0.53
+    assert margin.num_scores == MAX_SCORES
+
+
+def test_a_prior_is_as_wide_as_the_target_asks() -> None:
+    margin = ConformalMargin(0.2)
+    margin.aim_for(0.99)
+    assert margin.margin == pytest.approx(0.2 * 2.3263 / 1.2816)
+    margin.aim_for(TARGET_COVERAGE)
+    assert margin.margin == pytest.approx(0.2)
+    margin.aim_for(MIN_COVERAGE)
+    assert 0.0 < margin.margin < 0.02
+
+
+def test_a_state_knows_its_target_and_one_from_before_targets_had_the_usual_one() -> None:
+    margin = ConformalMargin(0.2, 0.6)
+    _run(margin, np.random.default_rng(8).normal(0.0, 0.1, 300).tolist())
+    twin = ConformalMargin.restore(margin.state(), "margin")
+    assert (twin.coverage, twin.margin) == (0.6, margin.margin)
+    old = ConformalMargin(0.2).state()
+    del old["coverage"]
+    assert ConformalMargin.restore(old, "margin").coverage == TARGET_COVERAGE
+    with pytest.raises(SnapshotError, match=r"margin\.coverage"):
+        ConformalMargin.restore({**old, "coverage": 1.0}, "margin")

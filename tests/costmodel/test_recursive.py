@@ -184,3 +184,34 @@ def test_numbers_of_numpy_do_not_leak_into_the_quality() -> None:
     assert type(quality.mape) is float
     assert type(quality.coverage) is float
     assert type(quality.regimes[0].margin) is float
+
+
+def test_the_upper_bound_holds_as_often_as_asked() -> None:
+    model = _taught(TWO_CORES, 600)
+    assert model.target_coverage == model.quality().target_coverage == 0.9
+    row = StepFeatures(64.0, 4.0, 400.0, 0.0, 4096.0).to_array()[None, :]
+    before = model.predict(row)
+    model.aim_for(0.6)
+    narrow = model.predict(row)
+    assert narrow.mean_s == before.mean_s
+    assert narrow.upper_s < before.upper_s
+    for step in islice(synthetic_steps(TWO_CORES, 1), 1200):
+        model.observe(step.features, step.measured_s)
+    assert model.quality().target_coverage == 0.6
+    assert abs(model.quality().coverage - 0.6) <= 0.03
+
+
+@pytest.mark.parametrize("coverage", [0.49, 1.0, float("nan")])
+def test_a_target_out_of_range_is_refused(coverage: float) -> None:
+    with pytest.raises(ValueError, match="coverage must be in"):
+        flat_prior().aim_for(coverage)
+
+
+def test_a_regime_that_lends_its_margin_lends_it_at_the_target() -> None:
+    model = flat_prior()
+    model.aim_for(0.99)
+    for _ in range(60):
+        model.observe(StepFeatures(0.0, 4.0, 400.0), 0.02)
+    margins = {regime.regime: regime.margin for regime in model.quality().regimes}
+    # Nothing but the prior is known of prompts, and no more of it is believed than of decodes.
+    assert margins[Regime.MIXED] == margins[Regime.PREFILL_ONLY] <= margins[Regime.DECODE_ONLY]

@@ -163,6 +163,21 @@ def chosen(
     return [bool(is_dropped) for is_dropped in dropped]
 
 
+def test_who_is_kept_is_on_time_in_whatever_order_prompts_are_computed() -> None:
+    rng = np.random.default_rng(3)
+    num_kept = 0
+    for _ in range(300):
+        num = int(rng.integers(1, 12))
+        work = rng.exponential(1.0, num)
+        left = rng.uniform(-0.5, 0.7 * num, num)
+        weight = rng.choice([0.5, 1.0, 4.0], num)
+        dropped = chosen(work.tolist(), left.tolist(), weight.tolist())
+        kept = [k for k in range(num) if not dropped[k]]
+        assert (work[kept].cumsum() <= left[kept] + 1e-9).all()
+        num_kept += len(kept)
+    assert num_kept > 600
+
+
 def test_nobody_is_dropped_while_all_are_on_time() -> None:
     assert chosen([1, 1, 1], [1, 2, 3]) == [False] * 3
 

@@ -85,10 +85,13 @@ def run(
 
 @BOUNDS
 @given(
-    crowd=crowds, max_overtaken=st.sampled_from([1, 3, 8]), num_blocks=st.sampled_from([256, 4096])
+    crowd=crowds,
+    max_overtaken=st.sampled_from([1, 3, 8]),
+    num_blocks=st.sampled_from([256, 4096]),
+    order_blend=st.sampled_from([0.0, 16.0]),
 )
 def test_nobody_is_overtaken_more_often_than_allowed(
-    crowd: Crowd, max_overtaken: int, num_blocks: int
+    crowd: Crowd, max_overtaken: int, num_blocks: int, order_blend: float
 ) -> None:
     overtaken: Counter[str] = Counter()
 
@@ -105,7 +108,8 @@ def test_nobody_is_overtaken_more_often_than_allowed(
                     for other in starting
                 )
 
-    run(crowd, PolicyConfig(max_overtaken=max_overtaken), watch, num_blocks)
+    config = PolicyConfig(max_overtaken=max_overtaken, order_blend=order_blend)
+    run(crowd, config, watch, num_blocks)
     assert max(overtaken.values(), default=0) <= max_overtaken
 
 
@@ -124,11 +128,17 @@ def same_class(a: RequestView, b: RequestView) -> bool:
 
 
 @BOUNDS
-@given(crowd=crowds, turn_period=st.sampled_from([1, 4, 8]))
+@given(
+    crowd=crowds,
+    turn_period=st.sampled_from([1, 4, 8]),
+    order_blend=st.sampled_from([0.0, 16.0]),
+)
 def test_with_a_free_seat_whoever_is_due_waits_for_one_turn_at_most(
-    crowd: Crowd, turn_period: int
+    crowd: Crowd, turn_period: int, order_blend: float
 ) -> None:
-    config = PolicyConfig(max_wait_s=0.3, turn_period=turn_period, max_overtaken=None)
+    config = PolicyConfig(
+        max_wait_s=0.3, turn_period=turn_period, max_overtaken=None, order_blend=order_blend
+    )
     waits: Counter[str] = Counter()
     worst = 0
 

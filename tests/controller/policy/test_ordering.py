@@ -60,6 +60,40 @@ def test_priority_comes_first_and_ties_go_by_arrival() -> None:
     assert ids(tie) == ["early", "late"]
 
 
+def blended(blend: float, *requests: Request) -> PrefillQueue:
+    """The queue where a prompt token takes a millisecond."""
+    config = PolicyConfig(pace=1.0, order_blend=blend)
+    expected = np.full(len(requests), 10.0)
+    return PrefillQueue.of(requests, facts_of(requests), config, 1.0, expected, 0.1, 0.001)
+
+
+def test_blended_order_lets_short_prompts_pass_long_ones_that_are_due_a_little_earlier() -> None:
+    requests = [
+        running(waiting("begun", 3000, slo=Slo(ttft_s=1.9)), 2900, 0),
+        waiting("long", 2000, slo=Slo(ttft_s=1.0)),
+        waiting("short", 100, slo=Slo(ttft_s=2.0)),
+        waiting("none", 20),
+        waiting("first", 4000, slo=Slo(ttft_s=9.0), priority=-1),
+    ]
+    assert ids(blended(0.0, *requests)) == ["first", "long", "begun", "short", "none"]
+    # 2 s of work count as 0.2 s, or as 2 s: what is left of a prompt, not what it was.
+    assert ids(blended(0.1, *requests)) == ["first", "long", "begun", "short", "none"]
+    queue = blended(1.0, *requests)
+    assert ids(queue) == ["first", "begun", "short", "long", "none"]
+    assert queue.due_at.tolist() == pytest.approx([13.0, 2.0, 2.1, 3.0, 30.02])
+    # What is promised is what it was.
+    assert queue.deadline_at.tolist() == pytest.approx([9.0, 1.9, 2.0, 1.0, math.inf])
+
+
+def test_a_stream_in_the_middle_is_due_by_its_token_whatever_is_left_of_it() -> None:
+    stream = decode("cut", slo=Slo(tpot_s=0.5), num_prompt=4000, last_at=1.0)
+    stream.phase = RequestPhase.PREEMPTED
+    stream.num_computed_tokens = 0
+    queue = blended(8.0, stream, waiting("short", 10, slo=Slo(ttft_s=1.8)))
+    assert ids(queue) == ["cut", "short"]
+    assert queue.due_at[0] == pytest.approx(1.5)
+
+
 def test_what_a_row_says() -> None:
     stream = decode("cut", slo=Slo(ttft_s=1.0, tpot_s=0.4), last_at=7.0)
     stream.phase = RequestPhase.PREEMPTED

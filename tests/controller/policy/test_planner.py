@@ -159,6 +159,18 @@ def test_all_the_work_or_the_token_budget_or_the_blocks_may_bind() -> None:
     assert why(seatless).binding_constraint == "token_budget"
 
 
+def test_the_planner_may_run_fewer_than_the_engine_could() -> None:
+    prompts = [waiting(f"w{i}", 40) for i in range(5)]
+    state = view_of(running=[decode("s")], waiting=prompts, max_num_seqs=64)
+    assert len(plan(state).work) == 6
+    capped = plan(state, PolicyConfig(exploration=0.0, max_running=3))
+    assert len(capped.work) == 3
+    assert len(plan(replace(state, max_num_seqs=2), PolicyConfig(max_running=3)).work) == 2
+    # Who runs already goes on, though nobody may join.
+    full = view_of(running=[decode(f"s{i}") for i in range(4)], waiting=prompts)
+    assert len(plan(full, PolicyConfig(max_running=2)).work) == 4
+
+
 def test_exploration_stays_within_the_bounds() -> None:
     view = view_of(running=[decode("s", slo=Slo(tpot_s=0.5))], waiting=[waiting("p", 4000)])
     steps = [plan(replace(view, step_no=n), replace(PLAIN, exploration=1.0)) for n in range(1, 20)]

@@ -64,6 +64,8 @@ configs = st.builds(
     max_judged=st.sampled_from([1, 512]),
     length_neutrality=st.sampled_from([0.0, 1.0]),
     kv_reserve=st.sampled_from([0.0, 0.1]),
+    order_blend=st.sampled_from([0.0, 8.0]),
+    max_running=st.sampled_from([None, 1, 4]),
 )
 
 

@@ -32,6 +32,9 @@ BAD: list[tuple[str, Any]] = [
     ],
     ("drain_steps", 0.0),
     ("upper_pace", 0.9),
+    *[("margin_quantile", value) for value in (0.49, 0.995, math.nan, True, "x")],
+    *[("order_blend", value) for value in (-1.0, math.inf, math.nan, True)],
+    *[("max_running", value) for value in (0, 1.5, True)],
     *[(name, value) for name in ("token_budget", "max_waiting_tokens") for value in (0, 1.5, True)],
     ("split_threshold", -1),
     ("turn_period", 0),
@@ -49,6 +52,7 @@ def test_the_defaults_are_those_of_the_law() -> None:
     config = PolicyConfig(drain_steps=math.inf, token_budget=1)
     assert (config.pace, config.bank) == (0.95, 0.0)
     assert config.upper_share == pytest.approx(0.95 / config.upper_pace)
+    assert (config.order_blend, config.margin_quantile, config.max_running) == (0.0, 0.9, None)
 
 
 def test_expected_outputs_are_a_quantile_of_the_recent_ones() -> None:

@@ -147,6 +147,10 @@ def test_the_oracle_knows_the_machine_and_its_noise() -> None:
     step = StepFeatures(*rows[1])
     share = np.mean([device.step_s(step, 0.0) <= estimate.upper_s[1] for _ in range(4000)])
     assert 0.88 <= share <= 0.92
+    bold = OracleModel(A100_8B, 0.6)
+    assert (bold.predict(rows).upper_s < estimate.upper_s).all()
+    assert (bold.predict(rows).upper_s >= estimate.mean_s).all()
+    assert bold.quality().target_coverage == 0.6
     costs = oracle.marginals()
     assert costs.prefill_token_s == ACCELERATOR.prefill_token_s
     assert costs.floor_s == pytest.approx(14e-3)

@@ -10,6 +10,7 @@ import pytest
 
 from controller.policy.baselines import StaticPlanner
 from controller.policy.policies import POLICY_NAMES
+from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Slo, SloClass
 from controller.simulation.hardware import A100_8B, CPU_DEMO, HardwareProfile
 from controller.simulation.records import SimulationResult
@@ -94,6 +95,12 @@ def test_the_learner_follows_the_machine() -> None:
     assert result.steps.num_steps > 300
     assert result.steps.mape < 0.06
     assert 0.8 <= result.steps.coverage <= 0.97
+
+
+def test_the_learner_aims_for_the_coverage_that_the_planner_asks() -> None:
+    config = SimulationConfig(classes=(CHAT, BATCH), planner=PolicyConfig(margin_quantile=0.6))
+    result = simulate(crowd(200, 0.02), "fcfs-512", A100_8B, config)
+    assert 0.5 <= result.steps.coverage <= 0.7
 
 
 def test_refits_are_run_at_the_same_steps_every_time() -> None:

@@ -19,7 +19,7 @@ from controller.tuning.study import Study, StudyError, Trial
 from controller.tuning.task import TuningTask
 from tests.controller.tuning.tuning_tasks import crowd, task
 
-SEATS = knobs_named(["max_num_seqs"])
+SEATS = knobs_named(["max_running"])
 CROWDED = task(
     crowd(400, 0.001, output=20),
     held_out=(crowd(380, 0.001, output=20), crowd(420, 0.001, output=20)),
@@ -29,7 +29,7 @@ CROWDED = task(
 
 @contextmanager
 def study(
-    path: Path, tried: TuningTask = CROWDED, seed: int = 0, names: Sequence[str] = ("max_num_seqs",)
+    path: Path, tried: TuningTask = CROWDED, seed: int = 0, names: Sequence[str] = ("max_running",)
 ) -> Iterator[Study]:
     knobs = knobs_named(names)
     with Study.open(
@@ -47,7 +47,7 @@ def test_something_better_is_found_where_there_is_something_and_holds_on_what_wa
 ) -> None:
     with study(tmp_path) as opened:
         found = search(CROWDED, opened, 6)
-    assert found.trials[0].point == {"max_num_seqs": 64}
+    assert found.trials[0].point == {"max_running": 64}
     assert found.has_found
     assert not found.is_interrupted
     assert found.settings.max_num_seqs > 64
@@ -59,7 +59,7 @@ def test_something_better_is_found_where_there_is_something_and_holds_on_what_wa
 
 def test_a_study_that_goes_on_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     small = task(crowd(120, 0.0005, output=12))
-    names = ("pace", "knee_share", "max_num_seqs")
+    names = ("pace", "knee_share", "max_running")
     runs = []
     for name, stops in (("whole", (6,)), ("parts", (1, 4, 6))):
         folder = tmp_path / name
@@ -115,7 +115,7 @@ def test_an_interruption_of_the_first_trial_leaves_the_defaults_first(
         with pytest.raises(KeyboardInterrupt):
             search(small, opened, 2)
     with study(tmp_path, small) as opened:
-        assert search(small, opened, 2).trials[0].point == {"max_num_seqs": 64}
+        assert search(small, opened, 2).trials[0].point == {"max_running": 64}
         with pytest.raises(ValueError, match="num_trials"):
             search(small, opened, 0)
 
@@ -150,8 +150,9 @@ def test_hopeless_trials_are_given_up_early_and_never_win(
     scenes = []
 
     def run(tried: TuningTask, settings: TunedSettings, *rest: object) -> Outcome:
-        scenes.append(settings.max_num_seqs)
-        value = min(settings.max_num_seqs / 256, 1.0)
+        num_running = settings.planner.max_running or settings.max_num_seqs
+        scenes.append(num_running)
+        value = min(num_running / 256, 1.0)
         return Outcome(value, {}, {}, 1.0, None, None, None)
 
     monkeypatch.setattr(job, "run_scene", run)
@@ -256,7 +257,7 @@ def test_a_process_that_was_killed_leaves_nothing_that_is_waited_for(tmp_path: P
     with study(tmp_path, small) as opened:
         search(small, opened, 1)
         # As if killed between two lines, and in the middle of a trial.
-        opened._study.enqueue_trial({"max_num_seqs": whole[1][1]["max_num_seqs"]})
+        opened._study.enqueue_trial({"max_running": whole[1][1]["max_running"]})
         opened._lock.release()
     with study(tmp_path, small) as opened:
         assert len(opened.trials) == 1

@@ -69,7 +69,7 @@ def test_a_scene_counts_offered_requests_by_weight() -> None:
     assert outcome.attainment == 1.0
     assert outcome.num_offered == {"chat": 18, "bulk": 6}
     crowded = Scene(crowd(400, 0.0005, output=20), 0)
-    outcome = run_scene(tried, settings_at({"max_num_seqs": 16}), crowded)
+    outcome = run_scene(tried, settings_at({"max_running": 16}), crowded)
     chat, bulk = outcome.attainment_by_class["chat"], outcome.attainment_by_class["bulk"]
     assert chat < 0.9
     # 300 chats that weigh 2, and 100 that weigh 1.

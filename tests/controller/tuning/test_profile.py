@@ -27,7 +27,7 @@ from controller.tuning.space import DEFAULTS, settings_at
 from controller.tuning.study import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
-POINT = {"pace": 0.875, "token_budget": 512.0, "max_num_seqs": 96.0}
+POINT = {"pace": 0.875, "token_budget": 512.0, "max_running": 96.0}
 OWNER = TunedFor("mine", "demo", "cpu (2 threads)", "float32", "reference")
 
 
