@@ -11,6 +11,7 @@ import pytest
 from costmodel.basis import NUM_BASIS
 from costmodel.fields import SnapshotError, read_array, read_count, read_numbers
 from costmodel.prior import flat_prior
+from costmodel.recursive import RecursiveLeastSquares
 from costmodel.snapshot import SnapshotKey, dump_model, load_model
 from costmodel.synthetic import TWO_CORES, synthetic_steps
 
@@ -123,3 +124,21 @@ def test_readers_return_numbers() -> None:
     assert read_count(state, "count", "s") == 3
     assert read_numbers(state, "numbers", "s", 2) == [1.0, 2.5]
     assert read_array(state, "matrix", "s", (1, 2)).tolist() == [[1.0, 2.0]]
+
+
+def test_a_model_that_was_stored_under_another_target_starts_warm() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    # As written before there was a choice.
+    for state in document["state"]["margins"].values():
+        del state["coverage"]
+    model = load_model(document, KEY)
+    assert isinstance(model, RecursiveLeastSquares)
+    assert model.target_coverage == 0.9
+    before = model.quality()
+    model.aim_for(0.75)
+    again = load_model(json.loads(json.dumps(dump_model(model, KEY))), KEY)
+    assert again.quality() == model.quality()
+    assert again.quality().target_coverage == 0.75
+    assert again.quality().num_observed == before.num_observed
+    for wide, narrow in zip(before.regimes, again.quality().regimes, strict=True):
+        assert narrow.margin < wide.margin
