@@ -20,6 +20,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from controller.policy.policies import POLICY_NAMES, fixed_budget
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Slo, SloClass
 from store.urls import mask_url
@@ -35,10 +36,15 @@ class SettingsError(ValueError):
     """A setting is wrong; the message names it and says what is expected."""
 
 
-def _setting(default: Any, description: str, panel: str, **kwargs: Any) -> Any:
-    return Field(
-        default=default, description=description, json_schema_extra={"panel": panel}, **kwargs
-    )
+STATIC_POLICY = "static"
+_MAX_STEP_TOKENS = 1 << 20
+
+
+def _setting(
+    default: Any, description: str, panel: str, *, metavar: str | None = None, **kwargs: Any
+) -> Any:
+    extra: dict[str, Any] = {"panel": panel} | ({} if metavar is None else {"metavar": metavar})
+    return Field(default=default, description=description, json_schema_extra=extra, **kwargs)
 
 
 class Settings(BaseSettings):
@@ -119,7 +125,7 @@ class Settings(BaseSettings):
         None,
         "most tokens of one step; the fixed budget of --policy static"
         " (default: 8192, static 512, whole: no bound)",
-        _ENGINE, ge=1, le=1 << 20,
+        _ENGINE, ge=1, le=_MAX_STEP_TOKENS,
     )  # fmt: skip
     max_waiting_requests: int = _setting(1024, "most queued requests", _ENGINE, ge=1)
     seed: int | None = _setting(None, "seed of requests that bring none", _ENGINE, ge=0)
@@ -127,11 +133,13 @@ class Settings(BaseSettings):
         True, "time a short sweep of steps at load, as the cost model's prior", _ENGINE
     )
 
-    policy: Literal["slo", "static", "whole"] = _setting(
+    policy: str = _setting(
         "slo",
-        "slo: budget per step from deadlines; static: a fixed token budget; whole: no chunking",
-        _POLICY,
-    )
+        "slo: budget per step from deadlines; static: a fixed token budget; whole: no chunking;"
+        " or a baseline: fcfs-N, edf-N, edf-shed-N (N tokens per step), slack-greedy,"
+        " smallest-feasible",
+        _POLICY, metavar="NAME",
+    )  # fmt: skip
     profile: str | None = _setting(
         None,
         "tuned settings: the name of a profile in the database, a YAML file, or `none`"
@@ -169,6 +177,18 @@ class Settings(BaseSettings):
             raise ValueError(f"SLO class {twice[0]!r} is given twice")
         return classes
 
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, value: str) -> str:
+        names = f"{STATIC_POLICY}, {', '.join(POLICY_NAMES)}"
+        try:
+            budget = None if value == STATIC_POLICY else fixed_budget(value)
+        except ValueError:
+            raise ValueError(f"expected one of {names} (N tokens per step)") from None
+        if budget is not None and budget > _MAX_STEP_TOKENS:
+            raise ValueError(f"a step has at most {_MAX_STEP_TOKENS} tokens")
+        return value
+
     @field_validator("chat_template")
     @classmethod
     def _check_template(cls, value: Path | None) -> Path | None:
@@ -193,7 +213,18 @@ class Settings(BaseSettings):
         """The step's cap in tokens, whatever the policy."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return {"slo": 8192, "static": 512, "whole": 1 << 20}[self.policy]
+        if self.policy == STATIC_POLICY:
+            return 512
+        if self.policy == "whole":
+            return _MAX_STEP_TOKENS
+        return max(8192, fixed_budget(self.policy) or 0)
+
+    @property
+    def planner_name(self) -> str:
+        """The policy as `make_planner` calls it: `static` is `fcfs-N`."""
+        if self.policy == STATIC_POLICY:
+            return f"fcfs-{self.effective_max_num_batched_tokens}"
+        return self.policy
 
     def to_json(self) -> dict[str, Any]:
         """Return the effective settings as JSON values, secrets and passwords masked."""
@@ -296,7 +327,20 @@ def load_settings(
         raise SettingsError(
             f"default_slo_class: no class {composed.default_slo_class!r}; known: {known}"
         )
+    _check_budget(composed)
     return composed
+
+
+def _check_budget(settings: Settings) -> None:
+    """SettingsError if a policy's fixed budget exceeds the cap that was given for a step."""
+    if settings.policy == STATIC_POLICY:
+        return
+    budget, cap = fixed_budget(settings.policy), settings.max_num_batched_tokens
+    if budget is not None and cap is not None and budget > cap:
+        raise SettingsError(
+            f"policy: {settings.policy} computes up to {budget} tokens in a step, but"
+            f" max_num_batched_tokens is {cap}"
+        )
 
 
 def _check_toml(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who can be measured under a mixed load: our server under the SLO planner, or a fixed budget.
+"""Who can be measured under a mixed load: our server under any policy.
 
 Owns the names of policies, and where each server's telemetry is kept for the replay. Must not send
 load.
@@ -18,6 +18,7 @@ from controller.bench.load_classes import LoadClass
 from controller.bench.load_history import ServerHistory, read_history
 from controller.bench.load_rounds import LoadContestant, LoadResult
 from controller.bench.servers import ServerConfig, running_server, serve_command
+from controller.policy.policies import POLICY_NAMES, fixed_budget
 from engine.clock import Clock
 
 DEFAULT_POLICIES: Final = ("slo", "static-64", "static-128", "static-256")
@@ -28,16 +29,26 @@ _STATIC: Final = re.compile(r"static-([1-9][0-9]{0,6})")
 
 
 def policy_config(key: str) -> ServerConfig:
-    """Return the server of a policy: `slo`, `whole` or `static-N`; ValueError if it is none."""
+    """Return the server of a policy; ValueError if it is none.
+
+    `static-N` is `--policy static` with its cap on every step, the rest are policies by name: a
+    budget of N is the planner's own, and the engine's cap stays what it is by default.
+    """
     if key == "slo":
         return ServerConfig("SLO planner", ("--policy", "slo"), has_promises=True)
     if key == "whole":
         return ServerConfig("whole prompt", ("--policy", "whole"))
     found = _STATIC.fullmatch(key)
-    if found is None:
-        raise ValueError(f"policy must be slo, whole or static-N, got {key!r}")
-    flags = ("--policy", "static", "--max-num-batched-tokens", found[1])
-    return ServerConfig(f"static {found[1]}", flags)
+    if found is not None:
+        flags = ("--policy", "static", "--max-num-batched-tokens", found[1])
+        return ServerConfig(f"static {found[1]}", flags)
+    try:
+        fixed_budget(key)
+    except ValueError:
+        raise ValueError(
+            f"policy must be static-N or one of {', '.join(POLICY_NAMES)}, got {key!r}"
+        ) from None
+    return ServerConfig(key, ("--policy", key))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,7 @@ class ServerHistory:
     @property
     def policy(self) -> str:
         """The server's policy under the simulator's name."""
-        if self.settings.policy != "static":
-            return self.settings.policy
-        return f"fcfs-{self.settings.effective_max_num_batched_tokens}"
+        return self.settings.planner_name
 
 
 def read_history(url: str) -> ServerHistory:

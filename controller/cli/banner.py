@@ -8,10 +8,12 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
+from controller.policy.policies import budget_of
 from controller.policy.slo import SloClass
 from store.urls import mask_url
 
 if TYPE_CHECKING:
+    from controller.config import Settings
     from controller.runtime.wiring import Runtime
     from engine.config import EngineConfig
 
@@ -21,11 +23,6 @@ def banner(runtime: Runtime, url: str) -> str:
     engine, settings = runtime.engine, runtime.settings
     config = runtime.engine_config
     source = "" if engine.source == settings.model_name else f"  ({engine.source})"
-    budget = {
-        "slo": "token budget per step from deadlines",
-        "static": f"fixed budget of {config.max_num_batched_tokens} tokens",
-        "whole": "whole prompts, no chunking",
-    }[settings.policy]
     rows = [
         ("model", f"{settings.model_name}{source}"),
         (
@@ -40,7 +37,10 @@ def banner(runtime: Runtime, url: str) -> str:
             f" context {engine.max_model_len:,}",
         ),
         ("KV reuse", _reuse(config)),
-        ("policy", f"{settings.policy}: {budget}; at most {config.max_num_seqs} running"),
+        (
+            "policy",
+            f"{settings.policy}: {_policy(settings)}; at most {config.max_num_seqs} running",
+        ),
         ("profile", settings.profile or "none, the shipped defaults"),
         ("classes", "; ".join(_describe(item) for item in settings.slo_classes.values())),
         ("cost model", _cost_model(runtime)),
@@ -51,6 +51,27 @@ def banner(runtime: Runtime, url: str) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([f"Paceline {metadata.version('paceline')}", *lines])
+
+
+_POLICIES = {
+    "slo": "token budget per step from deadlines",
+    "whole": "whole prompts, no chunking",
+    "slack-greedy": "the largest chunk that banked slack allows",
+    "smallest-feasible": "the smallest chunk that deadlines allow",
+}
+
+
+def _policy(settings: Settings) -> str:
+    name = settings.planner_name
+    if name in _POLICIES:
+        return _POLICIES[name]
+    family, budget = budget_of(name)
+    order = {
+        "fcfs": "first come, first served",
+        "edf": "earliest deadline first",
+        "edf-shed": "earliest deadline first, what cannot be in time is shed",
+    }[family]
+    return f"fixed budget of {budget} tokens, {order}"
 
 
 def _graphs(runtime: Runtime) -> str:

@@ -50,6 +50,7 @@ from controller.bench.scenario import DEFAULT_VOCAB_SIZE
 from controller.bench.servers import ServerError
 from controller.bench.spike import SpikeError
 from controller.cli.output import out_folder_exists, progress_bar, wide_console
+from controller.policy.policies import POLICY_NAMES
 from engine.clock import Clock, MonotonicClock
 
 DEFAULT_LOADS = "0.6,1,1.4"
@@ -60,7 +61,8 @@ def load(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"slo, whole or static-N. Repeatable. Default: {', '.join(DEFAULT_POLICIES)}."
+            help=f"static-N, or one of {', '.join(POLICY_NAMES)} (N tokens per step). Repeatable."
+            f" Default: {', '.join(DEFAULT_POLICIES)}."
         ),
     ] = None,
     rates: Annotated[

@@ -66,7 +66,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         help=f"{field.description}{default}",
         rich_help_panel=extra.get("panel"),
         show_default=False,
-        metavar=None if kind is bool else _metavar(field.annotation),
+        metavar=None if kind is bool else extra.get("metavar", _metavar(field.annotation)),
     )
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made at run time
     return inspect.Parameter(

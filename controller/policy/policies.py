@@ -56,10 +56,21 @@ def make_planner(
             return SlackGreedyPlanner(cost_model)
         case "smallest-feasible":
             return SmallestFeasiblePlanner(cost_model)
+    family, token_budget = budget_of(name)
+    if family == "edf-shed":
+        return SheddingPlanner(token_budget, config, cost_model, output_lengths, model_version)
+    return StaticPlanner(token_budget, is_edf=family == "edf")
+
+
+def budget_of(name: str) -> tuple[str, int]:
+    """Return family and tokens of a policy with a fixed budget; ValueError lists all names."""
     found = _WITH_BUDGET.fullmatch(name)
     if found is None:
         raise ValueError(f"policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
-    token_budget = int(found[2])
-    if found[1] == "edf-shed":
-        return SheddingPlanner(token_budget, config, cost_model, output_lengths, model_version)
-    return StaticPlanner(token_budget, is_edf=found[1] == "edf")
+    return found[1], int(found[2])
+
+
+def fixed_budget(name: str) -> int | None:
+    """Return the tokens of a policy with a fixed budget, None of another; ValueError lists all."""
+    has_none = name in POLICY_NAMES and not name.endswith("-N")
+    return None if has_none else budget_of(name)[1]

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, TemplateSyntaxError
 
 from controller.config import Settings
-from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
-from controller.policy.planner import SloPlanner
+from controller.policy.policies import make_planner
 from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.generation import ServedModel
 from controller.runtime.metrics import Metrics
@@ -321,13 +320,11 @@ def _planner(
     output_lengths: OutputLengths,
     swap_block_s: float | None,
 ) -> Planner:
-    if settings.policy == "slo":
-        return SloPlanner(
-            settings.planner,
-            cost_model,
-            output_lengths,
-            lambda: cost_model.version,
-            swap_block_s,
-        )
-    budget = settings.effective_max_num_batched_tokens if settings.policy == "static" else None
-    return StaticPlanner(budget)
+    return make_planner(
+        settings.planner_name,
+        cost_model,
+        output_lengths,
+        settings.planner,
+        model_version=lambda: cost_model.version,
+        swap_block_s=swap_block_s,
+    )

@@ -50,8 +50,9 @@ from tests.controller.bench_load_double import (
 SETTINGS = {
     "slo": Settings(policy="slo"),
     "static-128": Settings(policy="static", max_num_batched_tokens=128),
+    "edf-shed-128": Settings(policy="edf-shed-128"),
 }
-POLICIES = {"slo": "slo", "static-128": "fcfs-128"}
+POLICIES = {"slo": "slo", "static-128": "fcfs-128", "edf-shed-128": "edf-shed-128"}
 TERMS = LoadTerms(LoadTraffic(), (0.8, 1.4), num_rounds=1, duration_s=40.0, drain_s=40.0, seed=3)
 
 
@@ -112,6 +113,13 @@ def test_the_history_of_a_server_is_read_back(session: LoadSession, folder: Path
     assert [step.at_ms for step in slo.steps] == sorted(step.at_ms for step in slo.steps)
     names = {name for _, name, _ in slo.verdicts}
     assert names == {"chat", "long", "batch", "default"}
+
+
+def test_any_policy_is_replayed_under_its_own_name(session: LoadSession, folder: Path) -> None:
+    shedding = history(folder, session.results[4])
+    assert shedding.policy == "edf-shed-128"
+    # The budget is the planner's alone, there as here.
+    assert shedding.engine.max_num_batched_tokens == 8192
 
 
 def test_the_machine_is_found_in_the_steps(session: LoadSession, folder: Path) -> None:
@@ -179,9 +187,9 @@ def test_what_cannot_be_simulated_is_a_problem_too(
     nothing = replay(session, lambda result: history(folder, result))
     assert nothing.agreements == ()
     assert len(nothing.problems) == len(session.results)
-    assert "static-128 at 1.40/s, round 1: the policy finds no work" in nothing.problems[-1]
+    assert "edf-shed-128 at 1.40/s, round 1: the policy finds no work" in nothing.problems[-1]
     # The machine was found all the same.
-    assert list(nothing.machines) == ["round 1, slo", "round 1, static-128"]
+    assert list(nothing.machines) == [f"round 1, {key}" for key in SETTINGS]
 
 
 def test_few_steps_are_too_few() -> None:

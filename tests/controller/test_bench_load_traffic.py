@@ -153,8 +153,10 @@ def test_policies_are_servers() -> None:
     for key in ("slo", "whole", "static-128", "static-256"):
         assert policy_config(key) == SERVER_CONFIGS[key]
     assert policy_config("static-64").serve_flags[-1] == "64"
-    for wrong in ("static", "static-0", "static-x", "edf-128", ""):
-        with pytest.raises(ValueError, match=r"policy must be slo, whole or static-N"):
+    assert policy_config("edf-shed-384").serve_flags == ("--policy", "edf-shed-384")
+    assert policy_config("slack-greedy").label == "slack-greedy"
+    for wrong in ("static", "static-0", "static-x", "edf-N", "edf-0", ""):
+        with pytest.raises(ValueError, match=r"policy must be static-N or one of slo, fcfs-N"):
             policy_config(wrong)
 
 
@@ -178,7 +180,10 @@ def test_servers_know_the_classes_and_keep_a_database_per_turn(tmp_path: Path) -
         (["--rates", "1", "--load", "1"], "not both"),
         (["--rates", "1,zero"], "must be positive numbers, got '1,zero'"),
         (["--load", "0"], "must be positive numbers, got '0'"),
-        (["--policy", "best"], "policy must be slo, whole or static-N, got 'best'"),
+        (
+            ["--policy", "best"],
+            "policy must be static-N or one of slo, fcfs-N, edf-N, edf-shed-N, whole",
+        ),
         (["--class", "chat:prompt=9"], "output of class 'chat' is missing"),
         (["--arrivals", "gamma"], "arrivals must be poisson, gamma:CV² or square:SECONDS"),
         (["--trace", "/nonexistent/trace.csv"], "/nonexistent/trace.csv"),

@@ -124,7 +124,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("policy", ["slo", "static", "whole"])
+@pytest.mark.parametrize("policy", ["slo", "static", "whole", "edf-shed-32"])
 def test_a_real_server_from_banner_to_flushed_telemetry(
     model_folder: Path, tmp_path: Path, policy: str
 ) -> None:

@@ -63,7 +63,13 @@ def test_classes_from_flags_and_from_a_table(tmp_path: Path) -> None:
     [
         ({"port": "70000"}, "port: .*65535"),
         ({"port": "x"}, "port"),
-        ({"policy": "magic"}, "policy: .*'slo', 'static' or 'whole'"),
+        ({"policy": "magic"}, "policy: expected one of static, slo, fcfs-N, .*, got 'magic'"),
+        ({"policy": "edf-N"}, "policy: expected one of static, .*, got 'edf-N'"),
+        ({"policy": "fcfs-2000000"}, "policy: a step has at most 1048576 tokens"),
+        (
+            {"policy": "edf-512", "max_num_batched_tokens": 256},
+            "policy: edf-512 computes up to 512 tokens in a step, but max_num_batched_tokens is",
+        ),
         ({"max_num_seqs": "0"}, "max_num_seqs"),
         ({"max_model_len": "1.5"}, "max_model_len"),
         ({"model": ""}, "model"),
@@ -109,11 +115,35 @@ def test_secrets_never_leave_as_text() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "given", "expected"),
-    [("slo", None, 8192), ("static", None, 512), ("whole", None, 1 << 20), ("static", "128", 128)],
+    [
+        ("slo", None, 8192),
+        ("static", None, 512),
+        ("whole", None, 1 << 20),
+        ("static", "128", 128),
+        # A budget is the planner's; the engine's cap only makes room for it.
+        ("edf-64", None, 8192),
+        ("fcfs-16384", None, 16384),
+        ("edf-shed-64", "128", 128),
+        ("slack-greedy", None, 8192),
+    ],
 )
 def test_the_step_cap_follows_the_policy(policy: str, given: str | None, expected: int) -> None:
     flags = {"policy": policy} | ({"max_num_batched_tokens": given} if given else {})
     assert load_settings(flags).effective_max_num_batched_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"policy": "static"}, "fcfs-512"),
+        ({"policy": "static", "max_num_batched_tokens": "128"}, "fcfs-128"),
+        ({"policy": "edf-shed-384"}, "edf-shed-384"),
+        ({"policy": "whole"}, "whole"),
+        ({}, "slo"),
+    ],
+)
+def test_every_policy_has_a_planner(flags: dict[str, Any], name: str) -> None:
+    assert load_settings(flags).planner_name == name
 
 
 def test_a_class_object_passes_through() -> None:

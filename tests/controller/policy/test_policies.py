@@ -11,7 +11,7 @@ from controller.policy.baselines import StaticPlanner
 from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
-from controller.policy.policies import POLICY_NAMES, make_planner
+from controller.policy.policies import POLICY_NAMES, budget_of, fixed_budget, make_planner
 from controller.policy.slo import OnInfeasible, Promise, Slo
 from engine.ports import EngineView
 from engine.step import AdmissionAction, StepDecision, StepPlan
@@ -53,6 +53,15 @@ def test_every_name_plans_under_its_own_name(name: str) -> None:
 def test_a_name_that_nobody_knows_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(ValueError, match="slack-greedy"):
         make_planner(name, MODEL, OutputLengths())
+
+
+def test_budgets_are_read_off_names() -> None:
+    assert budget_of("edf-shed-384") == ("edf-shed", 384)
+    assert fixed_budget("fcfs-512") == 512
+    assert [fixed_budget(name) for name in ("slo", "whole", "slack-greedy")] == [None] * 3
+    for name in ("edf-N", "fcfs", "magic"):
+        with pytest.raises(ValueError, match=f"fcfs-N, .*got '{name}'"):
+            fixed_budget(name)
 
 
 def test_settings_reach_the_planners_that_have_any() -> None:
