@@ -141,8 +141,8 @@ def _introduction(study: Study) -> str:
         "What the controller keeps of its promises on recorded traffic, in the simulator: the"
         " production loop, planner and cost model on virtual time ([simulation.md](simulation.md))."
         f" {len(study.seeds)} seeds over the same arrivals, {study.num_runs} simulations. Numbers"
-        " in the checks are medians over seeds, with the least and the greatest in brackets; rates are"
-        " offered requests per second, and whoever is refused counts as missed.",
+        " in the checks are medians over seeds, with the least and the greatest in brackets; rates"
+        " are offered requests per second, and whoever is refused counts as missed.",
     ]
     absent = [
         name
