@@ -105,8 +105,8 @@ def build_runtime(
         raise StartupError(f"--db: {error}") from error
     key = _snapshot_key(settings, engine)
     start = _start_model(settings, engine, config, clock, progress, reader, key)
-    cost_model.aim_for(settings.planner.margin_quantile)
     cost_model = start.model
+    cost_model.aim_for(settings.planner.margin_quantile)
     output_lengths = OutputLengths()
     swap_block_s = time_swap(engine.runner, config, clock) if settings.is_warmup_enabled else None
     planner = _planner(settings, cost_model, output_lengths, swap_block_s)
