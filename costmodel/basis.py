@@ -60,7 +60,8 @@ def expand(features: FloatArray) -> FloatArray:
     basis = np.empty((NUM_BASIS, features.shape[0]))
     basis[0] = 1.0
     np.minimum(features.T, MAX_FEATURE, out=basis[NUM_BASIS - NUM_FEATURES :])
-    np.greater(basis[2], 0.0, out=basis[1], casting="unsafe")
+    # Features are not negative: their sign is 1 where there is work.
+    np.sign(basis[2], out=basis[1])
     extra = basis[EXTRA_CHUNKS]
     np.subtract(extra, 1.0, out=extra)
     np.maximum(extra, 0.0, out=extra)

@@ -64,7 +64,7 @@ class Envelope:
         """Return mean and upper seconds, shape (n,), for features of shape (n, NUM_FEATURES)."""
         basis = expand(features).T
         # Shape (planes · NUM_PARTS, n): everything below works on stretches of memory, in place.
-        values = self._rows @ basis
+        values = self._rows.dot(basis)
         parts = values[:NUM_PARTS]
         for start in range(NUM_PARTS, values.shape[0], NUM_PARTS):
             np.maximum(parts, values[start : start + NUM_PARTS], out=parts)
@@ -74,7 +74,8 @@ class Envelope:
         np.multiply(prefill, has_prefill * (1.0 + margins[Regime.PREFILL_ONLY]), out=prefill)
         np.maximum(upper, prefill, out=upper)
         # 1, or 1 + margin where there are both kinds of work.
-        mixed = np.multiply(has_prefill, basis[3] > 0.0)
+        mixed = np.sign(basis[3])
+        np.multiply(mixed, has_prefill, out=mixed)
         np.multiply(mixed, margins[Regime.MIXED], out=mixed)
         np.add(mixed, 1.0, out=mixed)
         np.multiply(mixed, whole, out=mixed)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
@@ -64,12 +65,37 @@ class PrefillLoad:
     def begins(self, other: PrefillLoad) -> bool:
         """Whether `other` begins with this work, its last piece cut perhaps."""
         num = self.amounts.size
-        return (
-            num <= other.amounts.size
-            and np.array_equal(self.amounts[:-1], other.amounts[: num - 1])
-            and bool(self.amounts[-1] <= other.amounts[num - 1])
-            and np.array_equal(self.past, other.past[:num])
-        )
+        if num > other.amounts.size:
+            return False
+        # Few pieces: lists are compared faster than arrays.
+        amounts, others = self.amounts.tolist(), other.amounts[:num].tolist()
+        is_alike: bool = amounts[:-1] == others[:-1] and amounts[-1] <= others[-1]
+        return is_alike and self.past.tolist() == other.past[:num].tolist()
+
+    def chunks(self, num_tokens: int) -> list[int]:
+        """Return what a budget gives to the pieces, first come, first filled; those that get
+        nothing are left out.
+        """
+        chunks = []
+        for amount in self.amounts.tolist():
+            if num_tokens < 1:
+                break
+            chunks.append(min(num_tokens, int(amount)))
+            num_tokens -= chunks[-1]
+        return chunks
+
+    def features(self, num_tokens: int, decodes: DecodeLoad) -> FloatArray:
+        """Return what `fill_features` says of one budget, beside the decodes; shape (1,
+        NUM_FEATURES).
+        """
+        chunks = self.chunks(num_tokens)
+        past_tokens = squared = num_whole = 0
+        for chunk, past, amount in zip(chunks, self.past, self.amounts, strict=False):
+            past_tokens += chunk * int(past)
+            squared += chunk * chunk
+            num_whole += chunk == amount
+        row = [num_tokens, *decodes, past_tokens, squared, len(chunks), num_whole]
+        return np.array([row], dtype=np.float64)
 
     def fill_features(self, num_tokens: FloatArray, rows: FloatArray) -> None:
         """Write what budgets of `num_tokens` (c,) compute, first come, first filled, into the
@@ -132,13 +158,6 @@ def candidate_tokens(most_tokens: int) -> FloatArray:
     return tokens
 
 
-def spread(num_tokens: FloatArray, load: PrefillLoad) -> FloatArray:
-    """Return the chunks, shape (c, n), that budgets of `num_tokens` (c,) give to the ordered work:
-    first come, first filled.
-    """
-    return np.clip(num_tokens[:, None] - (load.ends - load.amounts), 0.0, load.amounts)
-
-
 def latency_curve(
     cost_model: CostModel, decodes: DecodeLoad, load: PrefillLoad, num_tokens: FloatArray
 ) -> LatencyCurve:
@@ -169,6 +188,22 @@ def made_safe(latency_s: FloatArray) -> FloatArray:
     # fmin and fmax prefer a number to NaN.
     safe_s: FloatArray = np.fmin(latency_s, WORST_S)
     return np.fmax(safe_s, 0.0, out=safe_s)
+
+
+def safe_number(latency_s: float) -> float:
+    """`made_safe` of one number."""
+    if 0.0 <= latency_s <= WORST_S:
+        return latency_s
+    return 0.0 if latency_s < 0.0 else WORST_S
+
+
+def step_seconds(
+    cost_model: CostModel, decodes: DecodeLoad, load: PrefillLoad, num_tokens: int
+) -> tuple[float, float]:
+    """Return mean and upper seconds of the step that computes so many prompt tokens of the work."""
+    mean_s, upper_s = cost_model.predict(load.features(num_tokens, decodes))
+    mean = safe_number(float(mean_s[0]))
+    return mean, max(mean, safe_number(float(upper_s[0])))
 
 
 def most_tokens_within(
@@ -220,24 +255,33 @@ def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArr
     is_due = np.isfinite(time_left_s)
     if not is_due.any():
         return 0
-    totals, left_s = np.cumsum(work)[is_due], time_left_s[is_due]
-    first = _first_sufficient(curve, curve.tokens[1:], totals, left_s)
+    totals, left_s = work.cumsum()[is_due], time_left_s[is_due]
+    first = _first_sufficient(curve.tokens[1:], curve.upper_s[1:], totals, left_s)
     if first is None:
         return int(curve.tokens[-1]) + 1
     low, high = curve.tokens[first], curve.tokens[first + 1]
     inner = np.arange(low, high + 1.0, math.ceil((high - low) / _REFINED))[1:]
-    refined = _first_sufficient(curve, inner, totals, left_s)
+    step_s = np.interp(inner, curve.tokens, curve.upper_s)
+    refined = _first_sufficient(inner, step_s, totals, left_s)
     return int(high if refined is None else inner[refined])
 
 
 def _first_sufficient(
-    curve: LatencyCurve, budgets: FloatArray, totals: FloatArray, left_s: FloatArray
+    budgets: FloatArray, step_s: FloatArray, totals: FloatArray, left_s: FloatArray
 ) -> int | None:
-    """Index of the first budget whose ⌈total / budget⌉ steps end in time, for every total."""
-    step_s = np.interp(budgets, curve.tokens, curve.upper_s)
+    """Index of the first budget whose ⌈total / budget⌉ steps of `step_s` end in time, for every
+    total.
+    """
     done_s = np.ceil(totals / budgets[:, None]) * step_s[:, None]
-    suffices = (done_s <= left_s).all(axis=1)
-    return int(suffices.argmax()) if suffices.any() else None
+    in_time: npt.NDArray[np.bool_] = done_s <= left_s
+    # One prompt is the usual case, and `all` is dear.
+    suffices: npt.NDArray[np.bool_] = in_time[:, 0]
+    if totals.size > 1:
+        suffices = np.logical_and.reduce(in_time, axis=1)
+    if not suffices.size:
+        return None
+    first = int(suffices.argmax())
+    return first if suffices[first] else None
 
 
 def knee_tokens(curve: LatencyCurve, share: float) -> int:
@@ -247,7 +291,7 @@ def knee_tokens(curve: LatencyCurve, share: float) -> int:
     if curve.tokens.size < 2:
         return 0
     rate = curve.tokens[1:] / np.maximum(curve.mean_s[1:], 1e-12)
-    return int(curve.tokens[1 + int((rate >= share * rate.max()).argmax())])
+    return int(curve.tokens[1 + int((rate >= share * rate[rate.argmax()]).argmax())])
 
 
 def choose_tokens(lower: int, upper: int, knee: int, backlog: int, drain_steps: float) -> int:

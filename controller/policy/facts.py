@@ -42,6 +42,16 @@ IntArray = npt.NDArray[np.intp]
 NUM_FACTS = 13
 
 
+def least(values: FloatArray) -> float:
+    """Return the smallest of some numbers, all known: `min` of an array costs thrice as much."""
+    return float(values[values.argmin()])
+
+
+def greatest(values: FloatArray) -> float:
+    """Return the largest of some numbers; not a number if one of them is not."""
+    return float(values[values.argmax()])
+
+
 def live_promise(request: RequestView) -> Promise | None:
     """The promise that the request is served under; None for best effort, degraded requests
     included.
@@ -73,11 +83,10 @@ class ClassNames:
 
     def each(self, number_of: Callable[[str], int], facts: FloatArray) -> FloatArray:
         """Return `number_of(class)` for every column of `facts`, shape (n,)."""
-        if not facts.shape[1]:
-            return np.empty(0)
-        numbers = np.array([number_of(name) for name in self._index], dtype=np.float64)
-        if numbers.size == 1:
-            return np.full(facts.shape[1], numbers[0])
+        names = [*self._index]
+        if len(names) == 1:
+            return np.full(facts.shape[1], float(number_of(names[0])))
+        numbers = np.array([number_of(name) for name in names], dtype=np.float64)
         picked: FloatArray = numbers[facts[CLASS].astype(np.intp)]
         return picked
 
@@ -88,6 +97,8 @@ class ClassNames:
         *values: FloatArray,
     ) -> FloatArray:
         """Return `numbers_of(class, *values)` for every column of `facts`, shape (n,)."""
+        if len(self._index) == 1:
+            return numbers_of(*self._index, *values)
         numbers = np.empty(facts.shape[1])
         for name, index in self._index.items():
             is_member = facts[CLASS] == index
@@ -183,16 +194,13 @@ class RunningTable:
         self.requests = requests
         self.num_decodes = num_decodes
         self.facts = facts
-        self.num_computed: FloatArray = np.array(
-            [request.num_computed_tokens for request in requests], dtype=np.float64
-        )
+        num_computed = [request.num_computed_tokens for request in requests]
+        self.num_computed: FloatArray = np.array(num_computed, dtype=np.float64)
         # What decodes has computed all known tokens but the newest.
         self.num_output: FloatArray = self.num_computed + 1.0 - facts[NUM_PROMPT]
         for i in range(num_decodes, len(requests)):
             self.num_output[i] = requests[i].num_output_tokens
-        self.load = DecodeLoad(
-            num_decodes, int(self.num_computed[:num_decodes].sum()) + num_decodes
-        )
+        self.load = DecodeLoad(num_decodes, sum(num_computed[:num_decodes]) + num_decodes)
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -86,6 +86,8 @@ class Judged(NamedTuple):
         heard = {*self.new, *starting}
         if degraded:
             heard |= {i for i, r in enumerate(wanting) if r.request_id in degraded}
+        if all(wanting[i].phase is not RequestPhase.WAITING for i in heard):
+            return refused
         ttft_s = np.full(len(wanting), math.nan)
         ttft_s[self.queue.index] = self.predicted_ttft_s
         # Who is refused is not in the queue any more.
@@ -134,28 +136,30 @@ def judge_queue(
     )
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
     # hold decodes and what replaces those who end. Who is lost whatever happens waits for nothing.
-    possible = np.flatnonzero(work_s <= left_s)
+    possible = (work_s <= left_s).nonzero()[0]
     fed_s = float(np.interp(intake.feed_tokens(queue), curve.tokens, curve.mean_s))
     step_s = max(pacing.decode_s, min(fed_s, pacing.period_s))
     delays_s = intake.start_delays_s(queue, possible, step_s)
     if delays_s is None:
         work_left_s = left_s - (done_s - work_s.cumsum())
         is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
-        # Whoever is dropped makes nobody wait.
-        done_s -= np.where(is_late, work_s, 0.0).cumsum()
+        if is_late.any():
+            # Whoever is dropped makes nobody wait.
+            done_s -= np.where(is_late, work_s, 0.0).cumsum()
     else:
         is_late = late_starters(queue, possible, delays_s, work_s, done_s, left_s, config)
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
     verdicts = _on_pace([wanting[i] for i in new], cost_model, tolerance)
-    if is_late.any():
+    has_late = bool(is_late.any())
+    if has_late:
         # Those that are dropped come after everybody who is kept, if they are not refused.
         is_queued = is_late & (queue.facts_at(np.arange(len(queue)))[IS_QUEUED] > 0.0)
         behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
         kept_s = float(done_s[~is_late].max(initial=0.0))
         done_s = np.where(is_late, kept_s + behind_s, done_s)
     ttft_s = now + done_s - queue.arrived_at
-    if is_late.any():
+    if has_late:
         is_idle = not view.running and not view.preempted and len(queue) == 1
         verdicts |= _on_late(
             queue,
@@ -168,14 +172,14 @@ def judge_queue(
             tolerance,
             is_idle=is_idle,
         )
-    if verdicts or is_late.any():
+    if verdicts or has_late:
         places = relegated_last(is_late)
         if verdicts:
             out = {key for key, verdict in verdicts.items() if is_rejected(verdict)}
             is_kept = np.array([request.request_id not in out for request in wanting])
             places = places[is_kept[queue.index[places]]]
         queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
-    left_s = np.where(is_late, math.inf, queue.deadline_at - now)
+        left_s = np.where(is_late, math.inf, queue.deadline_at - now)
     lower = demanded_tokens(curve, queue.remaining, left_s)
     return Judged(queue, is_late, ttft_s, lower, head, curve, verdicts, new)
 

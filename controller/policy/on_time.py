@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controller.policy.budget import LatencyCurve, made_safe
-from controller.policy.facts import IntArray
+from controller.policy.facts import IntArray, greatest
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -55,20 +55,16 @@ def drain_s(
     step, and its claim to a period, to the prompts.
     """
     steered_s = curve.steered_s(upper_share)
+    if not outlook.ends_s.size:
+        return _drain_still(curve, queue, float(outlook.periods_s[0]), quota_rate, steered_s)
     num_ended = np.arange(outlook.ends_s.size + 1)
     starts_s = np.zeros(num_ended.size)
     starts_s[1:] = outlook.ends_s
     total = queue.remaining.cumsum()
     work_s, done_s = np.empty(total.size), np.empty(total.size)
-    # Nobody before the first one: the running streams alone count.
-    before_s = np.empty(total.size)
-    before_s[0] = outlook.periods_s.max()
-    before_s[1:] = queue.period_s[:-1]
-    np.minimum.accumulate(before_s, out=before_s)
-    # The shortest period before k falls along the queue: few values, each for a stretch of it.
+    before_s, stretches = _stretches(queue, greatest(outlook.periods_s))
     free_s = 0.0
-    bounds = [0, *((before_s[1:] < before_s[:-1]).nonzero()[0] + 1).tolist(), total.size]
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in stretches:
         period_s = np.minimum(outlook.periods_s, before_s[start])
         saved_s = num_ended * outlook.relief_s
         budget = np.interp(period_s + saved_s, steered_s, curve.tokens)
@@ -94,6 +90,51 @@ def drain_s(
     return work_s, done_s
 
 
+def _drain_still(
+    curve: LatencyCurve,
+    queue: PrefillQueue,
+    period_s: float,
+    quota_rate: float,
+    steered_s: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """`drain_s` where nobody ends: one rate per stretch, which most steps of a light load ask."""
+    total = queue.remaining.cumsum()
+    work_s, done_s = np.empty(total.size), np.empty(total.size)
+    before_s, stretches = _stretches(queue, period_s)
+    free_s = 0.0
+    for start, stop in stretches:
+        budget = float(np.interp(before_s[start], steered_s, curve.tokens))
+        is_open = budget >= 1.0
+        step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
+        token_s = max(step_s / budget if is_open else 1.0 / quota_rate, 1e-12)
+        wanted = total[start:stop] - (total[start - 1] if start else 0.0)
+        np.multiply(queue.remaining[start:stop], token_s, out=work_s[start:stop])
+        end_s = free_s + wanted * token_s
+        free_s = float(end_s[-1])
+        if is_open:
+            # The last step of a request is rarely full, and costs more than its share of tokens.
+            rest = wanted % budget
+            rest_s = np.interp(rest, curve.tokens, curve.mean_s) - rest * token_s
+            end_s += np.where(rest >= 1.0, np.maximum(rest_s, 0.0), 0.0)
+        done_s[start:stop] = end_s
+    return work_s, done_s
+
+
+def _stretches(queue: PrefillQueue, first_s: float) -> tuple[FloatArray, list[tuple[int, int]]]:
+    """Return the shortest period among those before each of the queue (the running streams' alone,
+    `first_s`, for the first one), shape (n,), and the stretches over which it is the same: it falls
+    along the queue, so there are few.
+    """
+    before_s = np.empty(len(queue))
+    before_s[0] = first_s
+    if before_s.size == 1:
+        return before_s, [(0, 1)]
+    before_s[1:] = queue.period_s[:-1]
+    np.minimum.accumulate(before_s, out=before_s)
+    falls = (before_s[1:] < before_s[:-1]).nonzero()[0] + 1
+    return before_s, list(itertools.pairwise([0, *falls.tolist(), before_s.size]))
+
+
 def late_set(
     work_s: FloatArray,
     time_left_s: FloatArray,
@@ -110,7 +151,7 @@ def late_set(
     Returns the dropped ones, those included that cannot be on time even if served at once. Nobody
     who is left is late, whatever the order is; they are the most in the order of deadlines.
     """
-    if (np.cumsum(work_s) <= time_left_s).all():
+    if (work_s.cumsum() <= time_left_s).all():
         return np.zeros(work_s.size, dtype=np.bool_)
     # Hopeless even if served at once: nobody else is dropped for its sake.
     is_dropped = work_s > time_left_s

@@ -23,6 +23,8 @@ from controller.policy.facts import (
     TTFT_S,
     WEIGHT,
     IntArray,
+    greatest,
+    least,
 )
 from controller.policy.settings import PolicyConfig
 from costmodel.features import FloatArray
@@ -30,6 +32,9 @@ from engine.ports import RequestView
 from engine.request import RequestPhase
 
 BoolArray = npt.NDArray[np.bool_]
+
+# The order of a single request.
+_ALONE = np.zeros(1, dtype=np.intp)
 
 
 def first_due_at(
@@ -43,7 +48,7 @@ def first_due_at(
     """
     due_at: FloatArray = facts[PROMISED_AT] + pace * facts[TTFT_S]
     e2e_s = facts[E2E_S]
-    if e2e_s.size and e2e_s.min() < math.inf:
+    if e2e_s.size and least(e2e_s) < math.inf:
         # p is the slowest that is allowed, not what is expected.
         token_s = np.minimum(facts[TPOT_S], step_s)
         rest_s = np.minimum(facts[MAX_TOKENS], num_expected) * token_s
@@ -120,9 +125,11 @@ class PrefillQueue:
         np.multiply(np.minimum(facts[TPOT_S], gap_limit_s), config.pace, out=period_s)
         arrived_at[:] = facts[ARRIVED_AT]
         deadline_at[:] = first_due_at(facts, config.pace, num_expected, step_s)
-        is_live = deadline_at < math.inf
-        due_at[:] = np.where(is_live, deadline_at, arrived_at + config.max_wait_s)
-        weight[:] = np.where(is_live, facts[WEIGHT], 0.0)
+        due_at[:], weight[:] = deadline_at, facts[WEIGHT]
+        if num and not greatest(deadline_at) < math.inf:
+            is_dead = ~(deadline_at < math.inf)
+            due_at[is_dead] = arrived_at[is_dead] + config.max_wait_s
+            weight[is_dead] = 0.0
         is_started[:] = 0.0
         for i, request in enumerate(requests):
             if request.phase is RequestPhase.WAITING:
@@ -138,10 +145,12 @@ class PrefillQueue:
             # A stream in the middle waits for no prompt's sake.
             work_s = np.where(weight < math.inf, remaining * token_s, 0.0)
             due_at += config.order_blend * work_s
+        if num == 1:
+            return cls(requests, facts, _ALONE, table)
         priority = facts[PRIORITY]
-        index = np.argsort(due_at, kind="stable")
+        index = due_at.argsort(kind="stable")
         ordered = due_at[index]
-        if num and (priority.min() < priority.max() or (ordered[1:] == ordered[:-1]).any()):
+        if num and (least(priority) < greatest(priority) or (ordered[1:] == ordered[:-1]).any()):
             index = np.lexsort((arrived_at, due_at, priority))
         return cls(requests, facts, index, table[:, index])
 
@@ -188,6 +197,8 @@ def oldest_due(
     Due is who has no live deadline (best effort or relegated) and arrived `max_wait_s` or longer
     ago.
     """
+    if not len(queue) or least(queue.arrived_at) > now - max_wait_s:
+        return None
     is_due = (is_relegated | np.isinf(queue.deadline_at)) & (queue.arrived_at <= now - max_wait_s)
     if not is_due.any():
         return None

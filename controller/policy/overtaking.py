@@ -36,15 +36,18 @@ class Elders:
         self, queue: PrefillQueue, waiting: IntArray, max_overtaken: int | None, now: float
     ) -> None:
         """Look at the requests at the places `waiting` of the queue, rising."""
-        self._max_overtaken = max_overtaken
+        self._by_class: dict[float, list[int]] = {}
+        self._started: set[int] = set()
+        # One alone has nobody to overtake.
+        self._max_overtaken = max_overtaken if waiting.size > 1 else None
         self._places = waiting
+        if self._max_overtaken is None:
+            return
         facts = queue.facts_at(waiting)
         lost_at = facts[PROMISED_AT] + np.minimum(facts[TTFT_S], facts[E2E_S])
         is_lost = (lost_at <= now) | (facts[IS_DEGRADED] > 0.0)
         self._numbers = facts[ARRIVAL_NO]
         self._classes = 2.0 * facts[CLASS] + is_lost
-        self._by_class: dict[float, list[int]] = {}
-        self._started: set[int] = set()
 
     def first_before(self, place: int) -> int:
         """Return who has to start first: `place`, or the eldest that it must not overtake."""

@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.budget import PrefillLoad, made_safe
+from controller.policy.budget import PrefillLoad, safe_number
 from controller.policy.facts import (
     E2E_S,
     MAX_TOKENS,
     PROMISED_AT,
     TPOT_S,
+    IntArray,
     RunningTable,
+    greatest,
+    least,
 )
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -80,10 +83,11 @@ def pace_decodes(
     """
     num = decodes.num_decodes
     rows = np.zeros((2, NUM_FEATURES))
-    rows[1, 1:3] = decodes.load
+    rows[1, 1], rows[1, 2] = decodes.load
     alone = cost_model.predict(rows)
-    empty_s, decode_s = np.maximum.accumulate(made_safe(alone.mean_s)).tolist()
-    decode_upper_s = max(decode_s, float(made_safe(alone.upper_s)[1]))
+    empty_s, decode_s = map(safe_number, alone.mean_s.tolist())
+    decode_s = max(empty_s, decode_s)
+    decode_upper_s = max(decode_s, safe_number(float(alone.upper_s[1])))
     gap_limit_s = max(config.gap_limit_s, 2.0 * decode_s)
     # The gap limit is paced like a target: the upper bound may reach it, the mean may not.
     pace = config.pace
@@ -94,30 +98,36 @@ def pace_decodes(
         requests = decodes.requests
         # A decode has emitted a token; a view that knows no instant of it counts from now.
         last_at = _instants([request.last_token_at for request in requests[:num]], now)
-        earliest_at = min(earliest_at, float(last_at.min()) + gap_limit_s)
+        earliest_at = min(earliest_at, least(last_at) + gap_limit_s)
         target_s = stream_targets_s(decodes, last_at, num_expected)
         live = ((target_s >= _HOPELESS * decode_s) & (target_s < math.inf)).nonzero()[0]
         if live.size:
-            last_at = last_at[live]
+            places: IntArray | slice = live
+            if live.size == num:
+                # As most often; and then nothing need be copied.
+                streams, places = requests[:num], slice(num)
+            else:
+                streams = [requests[i] for i in live.tolist()]
+            last_at = last_at[places]
             # Just below a decode step is within the noise of a prediction: not a cliff.
-            target_s = np.maximum(target_s[live], decode_s)
+            target_s = np.maximum(target_s[places], decode_s)
             paced_s = pace * target_s
-            period_s = min(period_s, float(paced_s.min()))
+            period_s = min(period_s, least(paced_s))
             next_at = last_at + paced_s
-            first_at = _instants([requests[i].first_token_at for i in live.tolist()], last_at)
-            num_output = decodes.num_output[live]
+            first_at = _instants([request.first_token_at for request in streams], last_at)
+            num_output = decodes.num_output[places]
             if config.bank > 0.0:
-                tpot_s = decodes.facts[TPOT_S, live]
+                tpot_s = decodes.facts[TPOT_S, places]
                 banked_s = first_at + num_output * (pace * tpot_s) - next_at
                 # What an end-to-end target leaves is shared anew at every token: nothing to spend.
                 banked_s = np.where(tpot_s <= target_s, banked_s, 0.0)
                 next_at += config.bank * np.maximum(banked_s, 0.0)
             even_at = first_at + num_output * target_s
             worst_at = worst_due_at(even_at, last_at, target_s, config.upper_pace)
-            upper_at = min(upper_at, float(np.maximum(worst_at, next_at).min()))
+            upper_at = min(upper_at, least(np.maximum(worst_at, next_at)))
             tightest = int(next_at.argmin())
             paced_at = float(next_at[tightest])
-            tightest_id = requests[int(live[tightest])].request_id
+            tightest_id = streams[tightest].request_id
     gap_at = earliest_at - (1.0 - pace) * gap_limit_s
     upper_at = min(upper_at, earliest_at)
     return Pacing(
@@ -159,7 +169,7 @@ def stream_targets_s(
     num = decodes.num_decodes
     facts = decodes.facts[:, :num]
     target_s: FloatArray = facts[TPOT_S]
-    if facts[E2E_S].min() < math.inf:
+    if least(facts[E2E_S]) < math.inf:
         num_total = np.minimum(facts[MAX_TOKENS], num_expected[:num])
         num_left = np.maximum(num_total - decodes.num_output[:num], 1.0)
         left_s = facts[PROMISED_AT] + facts[E2E_S] - last_at
@@ -171,4 +181,5 @@ def _instants(instants: list[float | None], otherwise: float | FloatArray) -> Fl
     """Return the instants as an array, those that are not known replaced."""
     # None becomes not a number.
     known = np.array(instants, dtype=np.float64)
-    return np.where(np.isnan(known), otherwise, known) if math.isnan(known.sum()) else known
+    is_all_known = not math.isnan(greatest(known))
+    return known if is_all_known else np.where(np.isnan(known), otherwise, known)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from controller.policy.admission import screen
 from controller.policy.budget import (
@@ -23,7 +22,7 @@ from controller.policy.budget import (
     most_tokens_within,
     probed_tokens,
     settle_tokens,
-    spread,
+    step_seconds,
 )
 from controller.policy.capacity import Intake, make_room, split_running
 from controller.policy.facts import ClassNames, FactReader, RunningTable, live_promise
@@ -40,6 +39,11 @@ from engine.ports import EngineView, RequestView
 from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
 __all__ = ["Budget", "PolicyConfig", "SloPlanner"]
+
+
+# A step holds a share of work per stream: made without the call into Python that a named tuple's
+# own constructor is.
+_work: Callable[[tuple[str, WorkKind, int, int]], StepWork] = partial(tuple.__new__, StepWork)
 
 
 class Budget(NamedTuple):
@@ -94,8 +98,9 @@ class SloPlanner:
         everybody = [*decodes, *prefills] if prefills else decodes
         running = RunningTable(everybody, len(decodes), self._running_facts.read(everybody))
         pacing = self._pace(view.now, running)
+        decode = WorkKind.DECODE
         work = [
-            StepWork(request.request_id, WorkKind.DECODE, 1, request.num_computed_tokens)
+            _work((request.request_id, decode, 1, request.num_computed_tokens))
             for request in decodes
         ]
         waiting, admissions = screen(
@@ -139,14 +144,12 @@ class SloPlanner:
             budget = self._choose(view, judged, seated, load, pacing, within, room)
             if is_probe and budget.num_tokens > 0:
                 budget = budget._replace(binding="explore")
-            amounts = spread(np.array([float(budget.num_tokens)]), seated.load)[0]
-            starting = []
-            for request, num in zip(seated.requests, amounts.astype(int).tolist(), strict=True):
-                if num < 1:
-                    break
-                starting.append(
-                    StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
+            starting = [
+                StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
+                for request, num in zip(
+                    seated.requests, seated.load.chunks(budget.num_tokens), strict=False
                 )
+            ]
             work.extend(starting)
             admissions.extend(judged.admissions(wanting, seated.indices[: len(starting)]))
         return StepPlan(
@@ -280,9 +283,9 @@ class SloPlanner:
         mean_s: float | None = None
         upper_s: float | None = None
         if seated is not None and budget.num_tokens:
-            total = np.array([float(budget.num_tokens)])
-            estimate = latency_curve(self._cost_model, running.load, seated.load, total)
-            mean_s, upper_s = float(estimate.mean_s[0]), float(estimate.upper_s[0])
+            mean_s, upper_s = step_seconds(
+                self._cost_model, running.load, seated.load, budget.num_tokens
+            )
         elif running.num_decodes:
             mean_s, upper_s = pacing.decode_s, pacing.decode_upper_s
         return StepDecision(

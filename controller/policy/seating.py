@@ -70,7 +70,8 @@ def seat(
     reach = min(room, max(2 * within, view.block_size))
     is_started = queue.is_started
     started = is_started.nonzero()[0].tolist()
-    tried = (~is_started).nonzero()[0][:_MOST_TRIED].tolist()
+    unstarted = (~is_started).nonzero()[0]
+    tried = unstarted[:_MOST_TRIED].tolist()
     if due is not None and is_turn:
         group = started if is_started[due] else tried
         group[:] = [due, *(i for i in group if i != due)]
@@ -94,7 +95,7 @@ def seat(
     rank = {i: (i, 1, 0) for i in amounts}
     ahead = sorted(amounts)
     num_ahead = 0
-    elders = Elders(queue, (~is_started).nonzero()[0], config.max_overtaken, view.now)
+    elders = Elders(queue, unstarted, config.max_overtaken, view.now)
     for i in tried:
         has_turn = is_turn and i == due
         while ahead and ahead[0] < i and not has_turn:

@@ -5,13 +5,14 @@ Owns that one count. Must not spend seats or blocks, or look at a prompt's deadl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from controller.policy.budget import made_safe
-from controller.policy.facts import TPOT_S, RunningTable, live_promise
+from controller.policy.facts import TPOT_S, RunningTable, least, live_promise
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
@@ -52,15 +53,16 @@ class StreamRoom:
         cost_model: CostModel,
     ) -> StreamRoom:
         """Predict steps with up to `most` of the `newcomers`, in that order, beside `running`."""
+        num_running = len(running)
         known = [request.num_known_tokens for request in newcomers[: max(0, most)]]
         rows = np.zeros((len(known) + 1, NUM_FEATURES))
-        rows[:, 1] = len(running) + np.arange(len(known) + 1)
-        rows[:, 2] = running.num_known.sum() + np.cumsum([0, *known])
+        rows[:, 1] = range(num_running, num_running + len(known) + 1)
+        rows[:, 2] = list(itertools.accumulate(known, initial=float(running.num_known.sum())))
         step_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s)).tolist()
         targets = config.pace * running.facts[TPOT_S]
         targets = targets[targets >= step_s[0]]
-        period_s = float(targets.min()) if targets.size else math.inf
-        return cls(step_s, period_s, len(running))
+        period_s = least(targets) if targets.size else math.inf
+        return cls(step_s, period_s, num_running)
 
     def copy(self) -> StreamRoom:
         """Return an independent count, to try things out."""

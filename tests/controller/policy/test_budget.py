@@ -21,9 +21,11 @@ from controller.policy.budget import (
     explored_tokens,
     knee_tokens,
     latency_curve,
+    made_safe,
     most_tokens_within,
+    safe_number,
     settle_tokens,
-    spread,
+    step_seconds,
 )
 from tests.controller.policy.doubles import BrokenCostModel, LinearCostModel
 
@@ -54,12 +56,7 @@ def test_candidates_rise_from_nothing_to_the_most() -> None:
 
 def test_chunks_fill_the_work_in_order() -> None:
     load = load_of((10, 0), (20, 5))
-    assert spread(np.array([0.0, 4.0, 15.0, 99.0]), load).tolist() == [
-        [0, 0],
-        [4, 0],
-        [10, 5],
-        [10, 20],
-    ]
+    assert [load.chunks(num) for num in (0, 4, 15, 99)] == [[], [4], [10, 5], [10, 20]]
     assert load.num_tokens == 30
     assert load.head(10).amounts.tolist() == [10]
     assert load.head(11).amounts.tolist() == [10, 20]
@@ -70,6 +67,21 @@ def test_the_curve_follows_how_a_budget_is_spread() -> None:
     load = load_of((2, 3), (4, 7))
     curve = latency_curve(model, DecodeLoad(0, 0), load, np.array([0.0, 1.0, 3.0, 6.0]))
     assert curve.mean_s.tolist() == [0, 3 + 100, 6 + 7 + 500, 6 + 28 + 2000]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 9, 10, 30])
+def test_one_step_is_predicted_as_on_a_curve(num_tokens: int) -> None:
+    model = LinearCostModel((2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0), 0.5)
+    load, decodes = load_of((2, 3), (4, 0), (4, 9)), DecodeLoad(3, 40)
+    curve = latency_curve(model, decodes, load, np.array([float(num_tokens)]))
+    mean_s, upper_s = step_seconds(model, decodes, load, num_tokens)
+    assert mean_s == pytest.approx(curve.mean_s[0])
+    assert upper_s == pytest.approx(curve.upper_s[0])
+
+
+@pytest.mark.parametrize("answer", [math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 1e300])
+def test_a_number_is_made_safe_like_an_array(answer: float) -> None:
+    assert safe_number(answer) == made_safe(np.array([answer]))[0]
 
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -math.inf, 1e300])
