@@ -237,6 +237,9 @@ def simulate(
         _check_names(policies, best_static or [], config, level)
         scene = Scene(source, machine, config)
         base = source.workload()
+        if stored is not None:
+            # What it is, not the file that it was put into.
+            base = dataclasses.replace(base, name=stored.workload.name)
         check_classes(base, config)
         loads = loads_of(load, rate, base)
         seed_list = seeds_of(seeds)

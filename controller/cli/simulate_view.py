@@ -84,12 +84,33 @@ def _promises(report: Report) -> Table:
 
 
 def _classes(report: Report, names: Sequence[str]) -> Table:
+    if len(names) > _NUM_NARROW_COLUMNS:
+        return _many_classes(report, names)
     return _by_load(
         report,
         "Attainment by class",
         names,
         lambda point: [share(point.classes.get(name)) for name in names],
     )
+
+
+def _many_classes(report: Report, names: Sequence[str]) -> Table:
+    """A line per class: a stored run has one for every set of targets that anybody asked for."""
+    table = _table("Attainment by class")
+    table.add_column("rate/s", justify="right")
+    table.add_column("class", no_wrap=True)
+    for policy in report.curves:
+        table.add_column(policy.policy, justify="right")
+    for load in sorted({point.load for point, _ in _points(report)}):
+        points = [
+            next((p for p in policy.points if p.load == load), None) for policy in report.curves
+        ]
+        rate = plain(next(point.rate for point in points if point is not None))
+        for index, name in enumerate(names):
+            shares = (MISSING if p is None else share(p.classes.get(name)) for p in points)
+            table.add_row("" if index else rate, name, *shares)
+        table.add_section()
+    return table
 
 
 def _times(report: Report) -> Table:

@@ -47,12 +47,12 @@ class Point:
 
     `rate` is the offered rate, the same for all policies. Seconds are means over seeds of that
     percentile; `classes` and `deciles` are attainment by class, and by tenth of prompt length from
-    the shortest, `class_times` the times by class, `decile_tokens` the longest prompt of each
-    tenth. `longest_wait_s` and `largest_slowdown` are the worst of any seed. None where no request
-    has such a number. `num_bursts` seeds had a burst: `burst_recovery_s` is the mean of those that
-    overcame it, `num_unrecovered` counts the others. `planner_us` is real time per call,
-    `planner_share` what it is of the mean step; `prediction_mape` and `coverage` are the cost
-    model's.
+    the shortest, `class_offered` requests per seed and `class_times` the times by class,
+    `decile_tokens` the longest prompt of each tenth. `longest_wait_s` and `largest_slowdown` are
+    the worst of any seed. None where no request has such a number. `num_bursts` seeds had a burst:
+    `burst_recovery_s` is the mean of those that overcame it, `num_unrecovered` counts the others.
+    `planner_us` is real time per call, `planner_share` what it is of the mean step;
+    `prediction_mape` and `coverage` are the cost model's.
     """
 
     load: float
@@ -60,6 +60,7 @@ class Point:
     num_seeds: int
     attainment: Spread
     classes: dict[str, float]
+    class_offered: dict[str, float]
     class_times: dict[str, Times]
     deciles: tuple[float, ...]
     decile_tokens: tuple[int, ...]
@@ -144,6 +145,10 @@ def _point(load: float, rate: float, rows: Sequence[SweepRow]) -> Point:
         num_seeds=len(rows),
         attainment=Spread(statistics.fmean(attainments), min(attainments), max(attainments)),
         classes={name: statistics.fmean(values) for name, values in sorted(classes.items())},
+        class_offered={
+            name: sum(group["num_offered"] for group in groups) / len(rows)
+            for name, groups in sorted(times.items())
+        },
         class_times={name: _times(groups) for name, groups in sorted(times.items())},
         deciles=tuple(
             statistics.fmean(each["deciles"][i]["attainment"] for each in measures)

@@ -18,9 +18,12 @@ from controller.simulation.html_charts import (
     decile_charts,
     drawn_crossovers,
     fairness_charts,
+    has_curves,
     load_charts,
+    main_classes,
     pareto_charts,
     slo_of,
+    tightest_class,
     time_charts,
 )
 from controller.simulation.html_style import style_sheet
@@ -48,6 +51,8 @@ _SECTIONS = (
     ("points", "All numbers"),
     ("about", "What was simulated"),
 )
+_OF_CURVES = ("times", "fairness")
+_PROMISES = "Promises and times; waits and slowdowns are the worst seed's"
 
 
 def render_html(report: Report) -> str:
@@ -59,17 +64,18 @@ def render_html(report: Report) -> str:
         "kept": _kept, "times": _times, "classes": _classes, "lengths": _lengths,
         "pareto": _pareto, "fairness": _fairness, "points": _points, "about": _about,
     }  # fmt: skip
-    links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, name in _SECTIONS)
+    shown = [each for each in _SECTIONS if has_curves(report) or each[0] not in _OF_CURVES]
+    links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, name in shown)
     sections = "".join(
         f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{name}</h2>'
         f"{''.join(writers[key](report))}</section>"
-        for key, name in _SECTIONS
+        for key, name in shown
     )
     body = (
         f"<header><h1>{html.escape(title)}</h1>"
-        f'<p class="about quiet">{about["num_requests"]:,} requests, {plain(about["rate"])}/s at'
-        f" load 1, {seeds} seed{'s' if seeds > 1 else ''}. Simulated: the service's own loop and"
-        " planners on virtual time.</p></header>"
+        f'<p class="about quiet">{_count(about["num_requests"], "request")},'
+        f" {plain(about['rate'])}/s at load 1, {_count(seeds, 'seed')}. Simulated: the service's"
+        " own loop and planners on virtual time.</p></header>"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{sections}</main>'
     )
     return (
@@ -87,9 +93,13 @@ def _kept(report: Report) -> Iterable[str]:
         " load keeps the level, interpolated; in brackets the range over seeds, ≥ where every load"
         " keeps it, “below all” where none does.</p>"
     )
-    yield legend(report.shown)
-    yield _charts([attainment_chart(report), *load_charts(report)])
-    yield from _crossover_list(report)
+    if has_curves(report):
+        yield legend(report.shown)
+        yield _charts([attainment_chart(report), *load_charts(report)])
+        yield from _crossover_list(report)
+    else:
+        yield "<p>One load only: curves are drawn where <code>--load</code> names several.</p>"
+        yield promise_table(report.curves, _PROMISES)
     yield goodput_table(report.curves, "Goodput, offered requests per second")
     yield best_budget_table(report)
     others = [policy for policy in report.policies if policy.policy not in report.shown]
@@ -110,14 +120,21 @@ def _times(report: Report) -> Iterable[str]:
 
 
 def _classes(report: Report) -> Iterable[str]:
+    names, main = class_names(report), main_classes(report)
+    if not has_curves(report):
+        yield class_table(report, names)
+        return
     yield (
         "<p>Dashed: the target, where it is on the scale. Where P90 stays below both lines, nine of"
         " ten of those who were served had what they were promised.</p>"
     )
     yield legend(report.shown)
-    names = class_names(report)
-    for name in names:
+    for name in main:
         yield _charts(class_charts(report, name))
+    others = [name for name in names if name not in main]
+    if others:
+        charts = "".join(_charts(class_charts(report, name)) for name in others)
+        yield _details(f"{len(others)} more classes with fewer requests", charts)
     yield _details("The same in numbers", class_table(report, names))
 
 
@@ -132,10 +149,9 @@ def _lengths(report: Report) -> Iterable[str]:
 
 
 def _pareto(report: Report) -> Iterable[str]:
-    names = class_names(report)
     # Classes with different targets have different times: mixed, they compare shares, not speed.
-    name = names[0]
-    whom = f"of class {name}" if len(names) > 1 else "of all requests"
+    name = tightest_class(report)
+    whom = f"of class {name}" if len(class_names(report)) > 1 else "of all requests"
     targets = " Dashed: the targets." if slo_of(report, name) else ""
     yield (
         f"<p>P90 {html.escape(whom)}; nearer to the lower left is better at both.{targets} A thin"
@@ -175,9 +191,8 @@ def _fairness(report: Report) -> Iterable[str]:
 
 
 def _points(report: Report) -> Iterable[str]:
-    yield promise_table(
-        report.curves, "Promises and times; waits and slowdowns are the worst seed's"
-    )
+    if has_curves(report):
+        yield promise_table(report.curves, _PROMISES)
     yield machinery_table(
         report.curves, "Planning in real time on this machine, and how steps were predicted"
     )
@@ -216,6 +231,10 @@ def _crossover_list(report: Report) -> Iterable[str]:
 
 def _charts(charts: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _details(summary: str, content: str) -> str:

@@ -6,13 +6,16 @@ Owns the choice of charts. Must not compute: every number is the report's; `svg`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from controller.simulation.curves import Point, PolicyReport
 from controller.simulation.digits import plain, short
 from controller.simulation.leaders import Crossover, budget_of
 from controller.simulation.report import LEVELS, Report
 from controller.simulation.svg import Axis, Level, Line, Mark, line_chart, scatter_chart
+
+MAX_CLASSES: Final = 6
+"""Classes that get charts of their own at first sight."""
 
 _Value = Callable[[Point], float | None]
 
@@ -28,10 +31,47 @@ def slo_of(report: Report, class_name: str) -> dict[str, Any]:
     return next((dict(each["slo"]) for each in classes if each["name"] == class_name), {})
 
 
+def has_curves(report: Report) -> bool:
+    """Whether there is more than one load, so that there is a curve to draw."""
+    return len({point.load for policy in report.curves for point in policy.points}) > 1
+
+
 def class_names(report: Report) -> list[str]:
     """Return the classes that were offered, those with the tightest first token first."""
-    names = {name for each in report.policies for point in each.points for name in point.classes}
-    return sorted(names, key=lambda name: (slo_of(report, name).get("ttft_s") or 1e9, name))
+    return sorted(
+        _offered(report), key=lambda name: (slo_of(report, name).get("ttft_s") or 1e9, name)
+    )
+
+
+def main_classes(report: Report) -> list[str]:
+    """Return the `MAX_CLASSES` classes with the most requests, tightest first token first.
+
+    A stored run has a class for every set of targets that anybody asked for.
+    """
+    offered = _offered(report)
+    most = sorted(offered, key=lambda name: -offered[name])[:MAX_CLASSES]
+    return [name for name in class_names(report) if name in most]
+
+
+def tightest_class(report: Report) -> str:
+    """Return the class with the tightest first token, of those with a tenth of the requests.
+
+    Where none has so many it is the largest one.
+    """
+    offered = _offered(report)
+    least = 0.1 * sum(offered.values())
+    large = [name for name in class_names(report) if offered[name] >= least]
+    return large[0] if large else max(offered, key=lambda name: offered[name])
+
+
+def _offered(report: Report) -> dict[str, float]:
+    """Requests per seed of each class, at the load where they are most."""
+    found: dict[str, float] = {}
+    for policy in report.policies:
+        for point in policy.points:
+            for name, num in point.class_offered.items():
+                found[name] = max(num, found.get(name, 0.0))
+    return found
 
 
 def attainment_chart(report: Report) -> str:

@@ -47,7 +47,7 @@ svg .strong { font-weight: 700; }
 .hollow { fill: var(--bg); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
 .wide { overflow-x: auto; margin: 0.6rem 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: 0 0 0.3rem; }
+caption { text-align: left; white-space: nowrap; padding: 0 0 0.3rem; }
 th, td { padding: 0.2rem 0.45rem; text-align: right; white-space: nowrap; }
 th { font-weight: 600; } thead th { border-bottom: 1px solid var(--fg); vertical-align: bottom; }
 thead tr:not(:last-child) th { border-bottom: 1px solid var(--grid); text-align: center; }

@@ -64,23 +64,35 @@ def by_name(policies: Iterable[PolicyReport]) -> list[PolicyReport]:
 
 def promise_table(policies: Sequence[PolicyReport], caption: str) -> str:
     """Return every point: what was kept, how long it took, how unequal it was."""
+    points = [point for policy in policies for point in policy.points]
+    seeds = ["seeds"] if any(point.num_seeds > 1 for point in points) else []
     groups = [
-        ("policy", ["in time", "seeds", "refused", "useful tok/s"]),
+        ("policy", ["in time", *seeds, "refused", "useful tok/s"]),
         ("TTFT, s", ["P50", "P90", "P99"]),
         ("TPOT, ms", ["P50", "P90", "P99"]),
         ("gap, ms", ["P99", "worst"]),
         ("fairness", ["worst wait, s", "worst slowdown", "Jain"]),
     ]
-    if not any(point.num_bursts for policy in policies for point in policy.points):
-        return _by_load(policies, caption, groups, _promise_cells)
-    groups.append(("burst", ["recovery, s"]))
-    return _by_load(policies, caption, groups, lambda p: [*_promise_cells(p), recovery(p)])
+    has_burst = any(point.num_bursts for point in points)
+    if has_burst:
+        groups.append(("burst", ["recovery, s"]))
+
+    def cells(point: Point) -> list[str]:
+        met = point.attainment
+        return [
+            share(met.mean),
+            *([share_range(met.low, met.high)] if seeds else []),
+            *_promise_cells(point),
+            *([recovery(point)] if has_burst else []),
+        ]
+
+    return _by_load(policies, caption, groups, cells)
 
 
 def class_table(report: Report, names: Sequence[str]) -> str:
     """Return what became of each class in numbers."""
     groups = [
-        ("class", ["rate/s", "policy", "in time"]),
+        ("class", ["rate/s", "policy", "requests", "in time"]),
         ("TTFT, s", ["P50", "P90", "P99"]),
         ("TPOT, ms", ["P50", "P90", "P99"]),
     ]
@@ -89,6 +101,7 @@ def class_table(report: Report, names: Sequence[str]) -> str:
             name,
             plain(point.rate),
             policy.policy,
+            plain(point.class_offered[name]),
             share(point.classes[name]),
             *(plain(each) for each in (times.ttft_p50_s, times.ttft_p90_s, times.ttft_p99_s)),
             *(millis(each) for each in (times.tpot_p50_s, times.tpot_p90_s, times.tpot_p99_s)),
@@ -138,10 +151,7 @@ def recovery(point: Point) -> str:
 
 
 def _promise_cells(point: Point) -> list[str]:
-    met = point.attainment
     return [
-        share(met.mean),
-        share_range(met.low, met.high) if point.num_seeds > 1 else MISSING,
         share(point.refused),
         plain(point.useful_tokens_per_s),
         *(plain(each) for each in (point.ttft_p50_s, point.ttft_p90_s, point.ttft_p99_s)),

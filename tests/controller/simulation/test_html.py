@@ -137,11 +137,45 @@ def test_static_budgets_that_are_no_curves_are_points_all_the_same() -> None:
 
 def test_a_page_of_one_point_is_drawn_too() -> None:
     text = page(build_report([row("slo", 1.0, 0, 10)], ABOUT))
-    assert "No curve crosses" not in text
-    assert "(bands" not in text
+    # There is no curve: tables instead, but tenths and the front are charts all the same.
+    assert "One load only" in text
+    assert "TTFT P50" not in text
+    assert "Longest wait" not in text
+    assert len(svgs(text)) == 2
     for svg in svgs(text):
         assert by_class(svg, "dot")
         assert_legible(svg)
+
+
+def test_of_many_classes_the_largest_get_charts_at_first_sight() -> None:
+    def many(load: float) -> SweepRow:
+        # Class n has n + 1 requests.
+        names = [f"class-{n}" for n in range(9) for _ in range(n + 1)]
+        requests = [record(i, slo_class=name) for i, name in enumerate(names)]
+        measures = measure(result_of(*requests), A100_8B).to_json()
+        return SweepRow(SweepTask("slo", load, 0), load, measures, "hash", 0.1)
+
+    classes = [
+        {"name": f"class-{n}", "slo": {"ttft_s": 1.0 + n, "tpot_s": None, "e2e_s": None},
+         "weight": 1.0, "on_infeasible": "reject"}
+        for n in range(9)
+    ]  # fmt: skip
+    text = page(build_report([many(1.0), many(2.0)], ABOUT | {"classes": classes}))
+    first, _, folded = text.partition("3 more classes with fewer requests")
+    assert [n for n in range(9) if f"class-{n}: TTFT P90" in first] == [3, 4, 5, 6, 7, 8]
+    assert [n for n in range(9) if f"class-{n}: TTFT P90" in folded] == [0, 1, 2]
+    # The front is that of the tightest class with a tenth of the requests: 5 of 45.
+    assert "P90 of class class-4;" in text
+
+
+def test_every_row_has_a_cell_for_every_column() -> None:
+    calm, seeds = build_report([row("slo", 1.0, 0, 10)], ABOUT), build_report(sweep(), ABOUT)
+    for text in (page(calm), page(seeds), page(build_report(sweep(), ABOUT, ["slo"]))):
+        for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
+            head, body = table.split("<tbody>")
+            widths = {row.count("<th") + row.count("<td") for row in body.split("</tr>")[:-1]}
+            # The last line of the head names every column.
+            assert widths == {head.split("<tr>")[-1].count("<th")}
 
 
 def test_targets_are_drawn_and_said() -> None:
@@ -157,7 +191,7 @@ def test_targets_are_drawn_and_said() -> None:
 
 
 def test_bursts_are_told_apart_from_calm() -> None:
-    def bursty(policy: str, *, recovers: bool) -> SweepRow:
+    def bursty(policy: str, *, recovers: bool, load: float) -> SweepRow:
         # One request per ten seconds, thirty in the third ten; whether the next ones are kept.
         ats = [5.0, 15.0, *(20.0 + i * 0.3 for i in range(30)), 35.0, 45.0, 55.0, 65.0]
         requests = [
@@ -165,15 +199,15 @@ def test_bursts_are_told_apart_from_calm() -> None:
             for i, at in enumerate(ats)
         ]
         measures = measure(result_of(*requests), A100_8B).to_json()
-        return SweepRow(SweepTask(policy, 1.0, 0), 2.0, measures, "hash", 0.1)
+        return SweepRow(SweepTask(policy, load, 0), 2.0 * load, measures, "hash", 0.1)
 
-    text = page(
-        build_report([bursty("slo", recovers=True), bursty("whole", recovers=False)], ABOUT)
-    )
+    recovered = [bursty("slo", recovers=True, load=load) for load in (1.0, 2.0)]
+    never = [bursty("whole", recovers=False, load=load) for load in (1.0, 2.0)]
+    text = page(build_report([*recovered, *never], ABOUT))
     assert "No burst" not in text
     assert "<li>whole at 2.00/s: 1 of 1 seeds</li>" in text
     assert "<li>slo at" not in text.split("Not recovered")[1].split("</ul>")[0]
-    nobody = page(build_report([bursty("whole", recovers=False)], ABOUT))
+    nobody = page(build_report(never, ABOUT))
     assert "Nobody recovered before the last arrival." in nobody
     assert "No burst: no ten seconds demand twice the mean." in page()
 

@@ -56,6 +56,22 @@ def test_budgets_that_a_search_tried_stand_below_the_policies(
     assert sum("edf-64" in line for line in lines) == 1
 
 
+def test_many_classes_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    report = build_report(sweep(), FULL)
+    shares = {f"chat-{number}": number / 20 for number in range(20)}
+    policies = tuple(
+        dataclasses.replace(
+            policy,
+            points=tuple(dataclasses.replace(point, classes=shares) for point in policy.points),
+        )
+        for policy in report.policies
+    )
+    lines = printed(capsys, dataclasses.replace(report, policies=policies))
+    assert max(map(len, lines)) <= 80
+    assert sum(line.split()[-3:] == ["chat-19", "95.0%", "95.0%"] for line in lines) == 2
+    assert sum(line.split() == ["2.05", "chat-0", "0%", "0%"] for line in lines) == 1
+
+
 def test_a_burst_gets_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     calm = build_report([row("slo", 1.0, 0, 10)], FULL)
     assert not any("burst over" in line for line in printed(capsys, calm))
