@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
     AZURE_CONV = "azure-conv"
     MOONCAKE = "mooncake"
     CHANGING = "changing"
-    ONE_CLASS = "one class"
+    ONE_CLASS = "azure-conv, one class"
 
 
 @dataclass(frozen=True, slots=True)

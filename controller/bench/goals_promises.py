@@ -63,7 +63,7 @@ class Point:
             "factor": self.factor,
             "rate": self.rate,
             "seeds": [row.task.seed for row in self.rows],
-            "measures": [row.measures for row in self.rows],
+            "measures": [_compact(row.measures) for row in self.rows],
         }
 
 
@@ -117,11 +117,6 @@ def missed_of(name: str) -> Callable[[dict[str, Any]], float | None]:
     return number
 
 
-def useful(measures: dict[str, Any]) -> float:
-    """Return tokens per second of requests that met every target."""
-    return float(measures["useful_tokens_per_s"])
-
-
 def extra(name: str) -> Callable[[dict[str, Any]], float | None]:
     """Return what reads one of the goals' own measures."""
 
@@ -130,6 +125,16 @@ def extra(name: str) -> Callable[[dict[str, Any]], float | None]:
         return None if value is None else float(value)
 
     return number
+
+
+useful = extra("useful_tokens_per_s")
+"""Reads tokens per second of requests that met every target, while the load lasts."""
+
+
+def _compact(measures: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page is made of: of tenths by length their attainment alone."""
+    kept = {name: measures[name] for name in ("overall", "classes", EXTRA)}
+    return kept | {"deciles": [each["attainment"] for each in measures["deciles"]]}
 
 
 def run_loads(

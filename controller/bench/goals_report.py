@@ -120,6 +120,8 @@ def _sentence(checks: Sequence[Check]) -> str:
     if margin >= 0.0 and worst.verdict is Verdict.MISSED:
         return f"{text}; {found} at {worst.case}, but at unequal attainment ({worst.note})."
     amount = f"{percent(abs(margin))} {'short of' if first.is_least else 'above'} the goal"
+    if not first.is_least and margin < -1.0:
+        amount = f"{1.0 - margin:.1f} times the goal"
     if first.wanted == 0.0:
         amount = f"{-margin:g} above the goal"
     if worst.verdict is Verdict.OPEN:
@@ -217,6 +219,7 @@ def _method() -> str:
         " level, then all seeds run there, and the goodput is interpolated. Static budgets (128 to"
         " 4096 tokens, then half-way to the neighbours of the best) and the numbers of slack-greedy"
         " and smallest-feasible are chosen per case and level with the first seed by the rate at"
-        " which they first fail; one that comes within two points is run with all seeds too, and"
-        " the better one counts."
+        " which they first fail; one that comes within a point is run with all seeds too, and"
+        " the better one counts. Useful tokens are those of requests that met every target and"
+        " ended between the first quarter of the arrivals and the last."
     )

@@ -1,7 +1,7 @@
 """`GoalScene`: one simulation of the goals, with what the general measures do not hold.
 
 Owns the measures that only the goals need: skipped decodes, overtaking, waits against their bounds,
-gaps against their targets. Must not judge them.
+gaps against their targets, useful tokens while a load lasts. Must not judge them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ GOALS_FORMAT: Final = 1
 """Of what a run of the goals keeps beside `Measures`; another number is another result."""
 EXTRA: Final = "goals"
 """Key of the goals' own measures in `SweepRow.measures`."""
+
+_RAMP_SHARE: Final = 0.25
 
 
 class GoalScene(Scene):
@@ -116,7 +118,7 @@ def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dic
     `wait_share`: the longest wait over its bound, max(`max_age_factor`·T, `min_max_age_s`).
     `most_overtaken`: of any request, how many later arrivals of its class started before it did, or
     before it gave up. `gap_share_p99`, `gap_share_max`: over served requests, the longest gap over
-    the TPOT target (None without one).
+    the TPOT target (None without one). `useful_tokens_per_s`: see the function of that name.
     """
     waits = [
         each.wait_s / max(config.max_age_factor * each.ttft_target_s, config.min_max_age_s)
@@ -133,7 +135,21 @@ def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dic
         "most_overtaken": most_overtaken(requests),
         "gap_share_p99": float(np.percentile(gaps, 99)) if gaps else None,
         "gap_share_max": max(gaps, default=None),
+        "useful_tokens_per_s": useful_tokens_per_s(requests),
     }
+
+
+def useful_tokens_per_s(requests: Sequence[SimulatedRequest]) -> float:
+    """Return prompt and output tokens per second of requests that met every target, while it lasts.
+
+    Those that ended after the first quarter of the time of arrivals and before the last arrival: a
+    queue that is drained afterwards would count for a rate that was offered for a shorter time.
+    """
+    first, last = requests[0].arrived_at, max(each.arrived_at for each in requests)
+    begin = first + _RAMP_SHARE * (last - first)
+    kept = (each for each in requests if each.is_kept and begin <= each.ended_at <= last)
+    num_tokens = sum(each.num_prompt_tokens + each.num_output_tokens for each in kept)
+    return num_tokens / (last - begin) if last > begin else 0.0
 
 
 def most_overtaken(requests: Sequence[SimulatedRequest]) -> int:

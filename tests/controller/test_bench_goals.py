@@ -25,7 +25,13 @@ from controller.bench.goals_cases import (
 )
 from controller.bench.goals_report import render_markdown, render_verdicts
 from controller.bench.goals_runs import Missing, Runs
-from controller.bench.goals_scene import EXTRA, DecodeWatch, GoalScene, most_overtaken
+from controller.bench.goals_scene import (
+    EXTRA,
+    DecodeWatch,
+    GoalScene,
+    most_overtaken,
+    useful_tokens_per_s,
+)
 from controller.bench.goals_verdicts import Verdict
 from controller.cli.main import app
 from controller.simulation.hardware import A100_8B, H100_70B
@@ -85,8 +91,8 @@ def made_up(scene: GoalScene, task: SweepTask, progress: object = None) -> Sweep
         "overall": group,
         "classes": [group | {"name": each.name} for each in scene.config.classes],
         "deciles": [group] * 10,
-        "useful_tokens_per_s": 1000.0 * kept * rate,
         EXTRA: {
+            "useful_tokens_per_s": 1000.0 * kept * rate,
             "wait_share": 0.5,
             "longest_skip": 0,
             "most_overtaken": 65 if pressure > 1.9 else 3,
@@ -385,6 +391,20 @@ def test_overtaking_counts_later_ones_of_the_class_that_started_first() -> None:
     ]
     assert most_overtaken(requests) == 2
     assert most_overtaken(requests[5:]) == 0
+
+
+def test_useful_tokens_are_those_of_kept_promises_while_the_load_lasts() -> None:
+    tokens = {"num_prompt_tokens": 90, "num_output_tokens": 10, "attained": True}
+    requests = [
+        request(0, 0.0, 0.0, ended_at=1.9, **tokens),
+        request(1, 1.0, 0.0, ended_at=2.0, **tokens),
+        request(2, 2.0, 0.0, ended_at=8.0, **tokens),
+        request(3, 3.0, 0.0, ended_at=7.0, **(tokens | {"attained": False})),
+        request(4, 8.0, 0.0, ended_at=8.1, **tokens),
+    ]
+    # Between 2 s and 8 s two have ended in time.
+    assert useful_tokens_per_s(requests) == pytest.approx(200 / 6.0)
+    assert useful_tokens_per_s(requests[:1]) == 0.0
 
 
 # Runs
