@@ -34,10 +34,11 @@ _TIE: Final = 0.98
 # drift alarm (of 70).
 _AGE_AFTER_SHIFT: Final = 0
 _AGE_AFTER_ALARM: Final = 100
-# A plane that is the larger one in less than a fifth of the steps at its home is asleep
-# (exponential mean).
+# A plane that is the largest one in less than a fifth of the steps at its home is asleep
+# (exponential mean), unless it answers for steps elsewhere: each of those counts like five at home.
 _AWAKE_SHARE: Final = 0.2
 _AWAKE_STEP: Final = 0.02
+_AWAY_STEP: Final = 0.1
 # Prefill work is large or small against the running median of its predictions.
 _SPLIT_STEP: Final = 0.02
 # A regime with as many scores lends its margin to those with fewer.
@@ -114,6 +115,8 @@ class JudgedPlanes(ABC):
         if predicted.plane_s[home] < _TIE * predicted.mean_s:
             index = predicted.plane_s.index(predicted.mean_s)
         self._presence[home] += _AWAKE_STEP * ((index == home) - self._presence[home])
+        if index != home:
+            self._presence[index] += _AWAY_STEP * (1.0 - self._presence[index])
         verdict = self._screens[index].judge(ratio)
         margin = self._margins[regime]
         if verdict.taught_ratio is None:
@@ -176,9 +179,6 @@ class JudgedPlanes(ABC):
             self._drifts[regime].reset()
         self._version += 1
 
-    def marginals(self) -> MarginalCosts:
-        """Return marginal costs under the current coefficients."""
-        return self._envelope.marginals()
     def aim_for(self, coverage: float) -> None:
         """Let upper bounds hold with that probability from now on.
 
@@ -198,6 +198,9 @@ class JudgedPlanes(ABC):
         """The probability that upper bounds are to hold with."""
         return self._margins[Regime.MIXED].coverage
 
+    def marginals(self) -> MarginalCosts:
+        """Return marginal costs under the current coefficients."""
+        return self._envelope.marginals()
 
     def quality(self) -> ModelQuality:
         """Return error and coverage over the recent past, and the model's version."""
@@ -217,10 +220,10 @@ class JudgedPlanes(ABC):
                 for regime, window in self._windows.items()
             ),
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
+            target_coverage=self.target_coverage,
         )
 
     def _home(self, regime: Regime, predicted_s: float) -> int:
-            target_coverage=self.target_coverage,
         """Return the plane that is expected to be the largest one, and steer the usual size."""
         if regime is Regime.DECODE_ONLY:
             return DECODE_PLANE
@@ -280,10 +283,10 @@ class JudgedPlanes(ABC):
         self._has_borrowers = bool(scarce)
         known = [m.margin for m in self._margins.values() if m not in scarce]
         if known:
+            most = PRIOR_MARGIN * prior_scale(self.target_coverage)
             for margin in scarce:
                 margin.borrow(min(most, max(known)))
             self._shares.update({regime: m.margin for regime, m in self._margins.items()})
-            most = PRIOR_MARGIN * prior_scale(self.target_coverage)
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1

@@ -7,16 +7,22 @@ scikit-learn, which takes a second.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from costmodel.basis import NUM_BASIS, SCALES, expand
-from costmodel.envelope import NUM_PLANES
+from costmodel.basis import BASIS_NAMES, NUM_BASIS, SCALES, expand
+from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE
 from costmodel.features import FloatArray
+from costmodel.nonneg import solve_nonnegative
 from costmodel.plane import MAX_COEFFICIENT_S, MIN_INTERCEPT_S
 from costmodel.strata import Samples
+
+IntArray = npt.NDArray[np.intp]
+Solver = Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
 
 # A sample counts half after that many later ones, but never less than the least weight: what is
 # rare must still be known when it comes back.
@@ -41,6 +47,10 @@ MIN_SAMPLES: Final = 80
 _STANDARD_ERRORS: Final = 2.0
 _LEAST_GAIN: Final = 0.15
 _WORST_ERROR: Final = 1.0
+# Where a search parts small prefill work from large: quantiles of the sizes that were seen.
+_CUTS: Final = (0.2, 0.4, 0.6, 0.8)
+_TOKENS: Final = BASIS_NAMES.index("num_prefill_tokens")
+_HAS_PREFILL: Final = BASIS_NAMES.index("has_prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class RefitJob:
         is_held = np.arange(num)[::-1] % HOLD_OUT == 0
         kept = Samples(*(part[~is_held] for part in self.samples))
         held = Samples(*(part[is_held] for part in self.samples))
-        trial = fit_planes(kept, self.planes)
+        trial = search_planes(kept, self.planes)
         errors, current = (relative_errors(planes, held) for planes in (trial, self.planes))
         gains = current - errors
         mean_error, mean_current = float(errors.mean()), float(current.mean())
@@ -113,6 +123,36 @@ def fit_planes(samples: Samples, start: FloatArray) -> FloatArray:
     is kept.
     """
     rows = expand(samples.features) / SCALES
+    return _take_turns(rows, samples, start, _by_estimator)[1]
+
+
+def search_planes(samples: Samples, start: FloatArray) -> FloatArray:
+    """Return the best of `fit_planes` from several starts: the given one, and small and large
+    prefill work parted at each of four sizes.
+
+    Turns end in the nearest minimum, and where step times do not grow evenly the nearest one may be
+    twice as far off as the best. The starts are compared by normal equations, which are quick; the
+    best one is then fitted as ever.
+    """
+    rows = expand(samples.features) / SCALES
+    has_prefill = rows[:, _HAS_PREFILL] > 0.0
+    sizes = np.unique(rows[has_prefill, _TOKENS])
+    places = sorted({int(cut * len(sizes)) for cut in _CUTS} - {0})
+    best = _take_turns(rows, samples, start, _by_equations)
+    for size in sizes[places]:
+        owners = np.where(rows[:, _TOKENS] < size, PREFILL_PLANE, WORK_PLANE)
+        owners[~has_prefill] = DECODE_PLANE
+        latency_s = samples.latency_s
+        parted = _fit_owners(rows, latency_s, 1.0 / latency_s, owners, start, _by_equations)
+        found = _take_turns(rows, samples, parted, _by_equations)
+        best = min(best, found, key=lambda each: each[0])
+    return _take_turns(rows, samples, best[1], _by_estimator)[1]
+
+
+def _take_turns(
+    rows: FloatArray, samples: Samples, start: FloatArray, solve: Solver
+) -> tuple[float, FloatArray]:
+    """Return the least loss that turns reach from `start`, and the planes that have it."""
     latency_s = samples.latency_s
     fresh = np.maximum(0.5 ** (samples.ages / HALF_LIFE), _LEAST_WEIGHT)
     # Brought to the scale of the samples first: from a guess that is far off, one plane would take
@@ -138,18 +178,30 @@ def fit_planes(samples: Samples, start: FloatArray) -> FloatArray:
             least, best = loss, planes
         if is_settled:
             break
-        renewed = planes.copy()
-        for index in range(NUM_PLANES):
-            is_own = owners == index
-            if is_own.any():
-                # Divided by what is predicted, not by what was measured: dividing by a noisy number
-                # would favour the samples that happened to be quick.
-                share = (np.sqrt(weights) / predicted_s)[is_own]
-                renewed[index] = _nonnegative(
-                    rows[is_own] * share[:, None], latency_s[is_own] * share, planes[index]
-                )
-        planes = renewed
-    return best
+        # Divided by what is predicted, not by what was measured: dividing by a noisy number would
+        # favour the samples that happened to be quick.
+        planes = _fit_owners(rows, latency_s, np.sqrt(weights) / predicted_s, owners, planes, solve)
+    return float(least), best
+
+
+def _fit_owners(
+    rows: FloatArray,
+    latency_s: FloatArray,
+    share: FloatArray,
+    owners: IntArray,
+    start: FloatArray,
+    solve: Solver,
+) -> FloatArray:
+    """Return each plane fitted to the rows that it owns, each weighing `share` (n,) squared."""
+    planes = start.copy()
+    for index in range(NUM_PLANES):
+        is_own = owners == index
+        if is_own.any():
+            own = share[is_own]
+            planes[index] = _nonnegative(
+                rows[is_own] * own[:, None], latency_s[is_own] * own, start[index], solve
+            )
+    return planes
 
 
 def _huber_loss(sizes: FloatArray, weights: FloatArray) -> float:
@@ -159,7 +211,9 @@ def _huber_loss(sizes: FloatArray, weights: FloatArray) -> float:
     return float((weights * loss).sum() / weights.sum())
 
 
-def _nonnegative(design: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
+def _nonnegative(
+    design: FloatArray, target: FloatArray, start: FloatArray, solve: Solver
+) -> FloatArray:
     """Return the coefficients, intercept at least `MIN_INTERCEPT_S`, pulled weakly to `start`."""
     # The scaled coefficients of a real device are of one order: none is believed more firmly than
     # the largest, or a small one could not grow.
@@ -168,10 +222,21 @@ def _nonnegative(design: FloatArray, target: FloatArray, start: FloatArray) -> F
     target = np.concatenate([target, start * pull])
     lower = np.zeros(NUM_BASIS)
     lower[0] = MIN_INTERCEPT_S
-    estimator = _estimator()
-    estimator.fit(design, target - design @ lower)
-    found: FloatArray = np.asarray(estimator.coef_, dtype=np.float64) + lower
+    found = solve(design, target - design @ lower, np.maximum(start - lower, 0.0)) + lower
     return np.minimum(np.maximum(found, lower), MAX_COEFFICIENT_S)
+
+
+def _by_equations(design: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
+    """Return argmin over x >= 0 of |design x − target|² by its normal equations, from `start`."""
+    return solve_nonnegative(design.T @ design, design.T @ target, start)
+
+
+def _by_estimator(design: FloatArray, target: FloatArray, _start: FloatArray) -> FloatArray:
+    """Return argmin over x >= 0 of |design x − target|² by scikit-learn."""
+    estimator = _estimator()
+    estimator.fit(design, target)
+    found: FloatArray = np.asarray(estimator.coef_, dtype=np.float64)
+    return found
 
 
 def load_solver() -> None:

@@ -17,7 +17,7 @@ from costmodel.fields import read_count, read_mapping
 from costmodel.judged import JudgedPlanes
 from costmodel.margin import PRIOR_MARGIN
 from costmodel.plane import NonNegativePlane
-from costmodel.refit import fit_planes
+from costmodel.refit import fit_planes, search_planes
 from costmodel.strata import StratifiedWindow
 
 # A young model refits whenever it has seen half as many samples more, later at every so many; and
@@ -25,6 +25,8 @@ from costmodel.strata import StratifiedWindow
 REFIT_EVERY: Final = 50
 _YOUNG_GROWTH: Final = 2
 _AFTER_SHIFT: Final = 10
+# One refit in four looks further than the nearest minimum, once there is enough to tell by.
+_SEARCH_EVERY: Final = 4 * REFIT_EVERY
 
 
 class WindowedRegression(JudgedPlanes):
@@ -47,10 +49,12 @@ class WindowedRegression(JudgedPlanes):
 
     def _refit(self) -> None:
         start = np.array([plane.coefficients for plane in self._planes])
-        for index, scaled in enumerate(fit_planes(self._memory.samples(), start)):
+        num = self._memory.num_added
+        is_searched = num >= _SEARCH_EVERY and num % _SEARCH_EVERY < REFIT_EVERY
+        fit = search_planes if is_searched else fit_planes
+        for index, scaled in enumerate(fit(self._memory.samples(), start)):
             self._install(index, NonNegativePlane(scaled))
         self._version += 1
-        num = self._memory.num_added
         self._due_at = num + min(REFIT_EVERY, max(1, num // _YOUNG_GROWTH))
 
     def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodel.basis import NUM_BASIS, SCALES
 from costmodel.features import NUM_FEATURES, FloatArray, Regime, StepFeatures
 from costmodel.hygiene import SHIFT_RUN, RejectReason
+from costmodel.plane import NonNegativePlane
 from costmodel.prior import fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
 from costmodel.synthetic import ACCELERATOR, DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
@@ -215,3 +217,23 @@ def test_a_regime_that_lends_its_margin_lends_it_at_the_target() -> None:
     margins = {regime.regime: regime.margin for regime in model.quality().regimes}
     # Nothing but the prior is known of prompts, and no more of it is believed than of decodes.
     assert margins[Regime.MIXED] == margins[Regime.PREFILL_ONLY] <= margins[Regime.DECODE_ONLY]
+
+
+def test_a_plane_that_answers_elsewhere_is_not_asleep_at_home() -> None:
+    # Short prompts take what a floor says, whatever is at home there; the middle plane answers for
+    # the middle ones alone, which are large against the median. Taught by the short ones, it would
+    # lose them.
+    known = np.zeros((3, NUM_BASIS))
+    known[:, 0] = 0.03, 0.022, 1e-6
+    known[0, 1], known[1, 2], known[2, 2] = 0.024, 55e-6, 94e-6
+    model = RecursiveLeastSquares([NonNegativePlane(plane * SCALES) for plane in known])
+    sizes = (128.0, 8192.0, 256.0, 8192.0, 384.0, 8192.0, 128.0, 1024.0, 256.0, 2048.0)
+    for size in sizes * 60:
+        prompt = StepFeatures(size, 0.0, 0.0, 0.0, size * size, 1.0, 1.0)
+        actual_s = max(0.054, 0.022 + 55e-6 * size, 94e-6 * size)
+        model.observe(prompt, actual_s)
+    for size in set(sizes):
+        prompt = StepFeatures(size, 0.0, 0.0, 0.0, size * size, 1.0, 1.0)
+        actual_s = max(0.054, 0.022 + 55e-6 * size, 94e-6 * size)
+        predicted_s = float(model.predict(prompt.to_array()[None]).mean_s[0])
+        assert predicted_s == pytest.approx(actual_s, rel=0.025)

@@ -12,7 +12,14 @@ from costmodel.envelope import NUM_PLANES
 from costmodel.features import FloatArray, StepFeatures
 from costmodel.plane import MIN_INTERCEPT_S
 from costmodel.prior import flat_prior
-from costmodel.refit import MIN_SAMPLES, RefitJob, fit_planes, load_solver, relative_errors
+from costmodel.refit import (
+    MIN_SAMPLES,
+    RefitJob,
+    fit_planes,
+    load_solver,
+    relative_errors,
+    search_planes,
+)
 from costmodel.refitted import RefittedLeastSquares
 from costmodel.strata import Samples, StratifiedWindow
 from costmodel.synthetic import DEVICES, TWO_CORES, SyntheticDevice, synthetic_steps
@@ -66,6 +73,41 @@ def test_what_is_old_counts_less_but_still_counts() -> None:
     planes = fit_planes(Samples(features, latency_s, ages), _start())
     fresh = Samples(features[ages < 1.0], latency_s[ages < 1.0], ages[ages < 1.0])
     assert relative_errors(planes, fresh).mean() < 0.1
+
+
+def _uneven(count: int) -> Samples:
+    """Prompts of 128 to 32,768 tokens, whole, on a machine that computes a token at half the speed
+    from 4,096 of them on; and decodes. As measured of a 70B model on eight H100s.
+    """
+    rng = np.random.default_rng(3)
+    tokens = 2.0 ** rng.integers(7, 16, count)
+    is_decode = rng.random(count) < 0.5
+    features = np.zeros((count, 7))
+    features[~is_decode, 0] = tokens[~is_decode]
+    chunks = np.maximum(1.0, tokens / rng.choice([512.0, 1e9], count))[~is_decode]
+    features[~is_decode, 4] = tokens[~is_decode] ** 2 / chunks
+    features[~is_decode, 5] = features[~is_decode, 6] = chunks
+    features[is_decode, 1] = rng.integers(1, 33, int(is_decode.sum()))
+    features[is_decode, 2] = features[is_decode, 1] * 500.0
+    latency_s = np.maximum.reduce([np.full(count, 0.054), 0.022 + 55e-6 * tokens, 94e-6 * tokens])
+    latency_s[is_decode] = 0.03 + 6e-4 * features[is_decode, 1]
+    return Samples(features, latency_s, np.arange(count)[::-1].astype(float))
+
+
+def test_a_search_leaves_the_nearest_minimum() -> None:
+    samples = _uneven(600)
+    # Where everything that a prompt can cost is spread over chunks, logits and pairs.
+    start = np.tile([0.03, 0.02, 0.003, 0.0016, 0.0008, 0.0, 1e-3, 0.16, 0.16], (NUM_PLANES, 1))
+    start[0, 2:] *= 0.1
+    near, best = fit_planes(samples, start), search_planes(samples, start)
+    assert relative_errors(near, samples).mean() > 2.0 * relative_errors(best, samples).mean()
+    assert relative_errors(best, samples).mean() < 0.02
+
+
+def test_a_search_of_steps_without_prompts_has_one_start() -> None:
+    features = np.array([[0.0, n % 16 + 1.0, 16.0, 0, 0, 0, 0] for n in range(100)])
+    samples = Samples(features, 0.1 + 0.02 * features[:, 1], np.zeros(100))
+    assert relative_errors(search_planes(samples, _start()), samples).max() < 1e-3
 
 
 def test_a_job_says_when_the_fit_is_better_and_when_it_is_not() -> None:

@@ -62,7 +62,7 @@ def test_another_machine_is_refused_with_the_reason() -> None:
     slower = judge_restored(_model(), _sweep(TWO_CORES, 9.0))
     assert slower.problem is not None
     assert "times what the stored model says" in slower.problem
-    mixed = [(f, s * (0.5 if i % 2 else 2.0)) for i, (f, s) in enumerate(_sweep(TWO_CORES))]
+    mixed = [(f, s * (0.4 if i % 2 else 2.5)) for i, (f, s) in enumerate(_sweep(TWO_CORES))]
     assert "kinds of work" in (judge_restored(_model(), mixed).problem or "")
     assert judge_restored(_model(), _sweep(ACCELERATOR)).problem is not None
 
