@@ -64,7 +64,9 @@ def shown(found: Goodput, by_seed: Sequence[Goodput] = ()) -> str:
         # At least as low as the lowest load is no number.
         rates = sorted(each.rate for each in by_seed if each.rate is not None)
         low = f"{rates[0]:.2f}" if len(rates) == len(by_seed) else "below all"
-        text += f" ({low}–{rates[-1]:.2f})" if rates else " (each seed below all)"
+        high = f"{rates[-1]:.2f}" if rates else "below all"
+        if low != high:
+            text += f" ({low}–{high})"
     return text
 
 

@@ -96,6 +96,8 @@ def _kept(report: Report) -> Iterable[str]:
     if has_curves(report):
         yield legend(report.shown)
         yield _charts([attainment_chart(report), *load_charts(report)])
+        if len(report.about["seeds"]) > 1:
+            yield "<p>Bands reach from the lowest to the highest seed.</p>"
         yield from _crossover_list(report)
     else:
         yield "<p>One load only: curves are drawn where <code>--load</code> names several.</p>"

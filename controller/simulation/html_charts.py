@@ -88,7 +88,7 @@ def attainment_chart(report: Report) -> str:
         for group, policy in enumerate(report.curves)
     ]
     return line_chart(
-        "Attainment" + (" (bands: from the lowest to the highest seed)" if has_seeds else ""),
+        "Attainment",
         lines,
         _rate_axis(report),
         Axis("share of offered requests"),

@@ -231,6 +231,7 @@ def test_a_goodput_is_shown_with_its_seeds() -> None:
     assert shown(held) == "≥ 2.00"
     assert shown(fell, [fell]) == "1.50"
     assert shown(fell, [fell, held]) == "1.50 (1.50–2.00)"
+    assert shown(fell, [fell, fell]) == "1.50"
     assert shown(fell, [fell, Goodput(0.9, None, False)]) == "1.50 (below all–1.50)"
     assert shown(Goodput(0.9, None, False), [held, held]) == "below all"
 

@@ -132,6 +132,20 @@ def test_the_best_budget_of_a_family_is_named_and_where_it_changes() -> None:
     assert change.attainment == pytest.approx(0.7)
 
 
+def test_a_best_budget_that_returns_is_two_changes() -> None:
+    kept = {"edf-64": (9, 5, 9), "edf-256": (7, 7, 7)}
+    rows = [
+        row(name, load, 0, num)
+        for name, nums in kept.items()
+        for load, num in zip((1.0, 2.0, 3.0), nums, strict=True)
+    ]
+    found = build_report(rows, ABOUT).budget_crossovers
+    assert [(each.first, each.rate) for each in found] == [
+        ("edf-64", pytest.approx(3.0)),
+        ("edf-256", pytest.approx(5.0)),
+    ]
+
+
 def test_of_equal_budgets_the_smaller_one_is_best() -> None:
     rows = [row("edf-512", 1.0, 0, 9), row("edf-64", 1.0, 0, 9)]
     assert [best.policy for best in build_report(rows, ABOUT).best_budgets] == ["edf-64"]
