@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.cli.output import wide_console
-from controller.simulation.digits import MISSING, millis, plain, share, share_range
+from controller.simulation.digits import MISSING, millis, plain, share, share_range, whole_millis
 from controller.simulation.goodput import shown
 from controller.simulation.html_tables import by_name, recovery
 from controller.simulation.report import LEVELS, Point, PolicyReport, Report
@@ -122,7 +122,7 @@ def _times(report: Report) -> Table:
         "Times of whoever got so far",
         columns,
         lambda p: [
-            *(plain(each) for each in (p.ttft_p50_s, p.ttft_p90_s, p.ttft_p99_s)),
+            *(whole_millis(each) for each in (p.ttft_p50_s, p.ttft_p90_s, p.ttft_p99_s)),
             *(millis(each) for each in (p.tpot_p50_s, p.tpot_p90_s, p.tpot_p99_s)),
             millis(p.gap_p99_s),
         ],
@@ -139,7 +139,7 @@ def _fairness(report: Report) -> Table:
         "Fairness, bursts and planning",
         columns,
         lambda p: [
-            plain(p.longest_wait_s),
+            whole_millis(p.longest_wait_s),
             MISSING if p.largest_slowdown is None else f"{plain(p.largest_slowdown)}×",
             f"{p.jain_index:.2f}",
             plain(p.planner_us),

@@ -26,6 +26,13 @@ def plain(value: float | None) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+def whole_millis(seconds: float | None) -> str:
+    """Return seconds with three digits, none of them below a millisecond."""
+    if seconds is not None and 0.0 < seconds < 0.1:
+        return "<0.001" if seconds < 0.0005 else f"{seconds:.3f}"
+    return plain(seconds)
+
+
 def millis(seconds: float | None) -> str:
     """Return seconds as milliseconds, three digits."""
     return MISSING if seconds is None else plain(seconds * 1e3)

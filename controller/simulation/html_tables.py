@@ -12,7 +12,7 @@ from typing import Any
 
 from controller.policy.settings import PolicyConfig
 from controller.simulation.curves import Point, PolicyReport
-from controller.simulation.digits import MISSING, millis, plain, share, share_range
+from controller.simulation.digits import MISSING, millis, plain, share, share_range, whole_millis
 from controller.simulation.goodput import shown
 from controller.simulation.leaders import budget_of
 from controller.simulation.report import LEVELS, Report
@@ -103,7 +103,10 @@ def class_table(report: Report, names: Sequence[str]) -> str:
             policy.policy,
             plain(point.class_offered[name]),
             share(point.classes[name]),
-            *(plain(each) for each in (times.ttft_p50_s, times.ttft_p90_s, times.ttft_p99_s)),
+            *(
+                whole_millis(each)
+                for each in (times.ttft_p50_s, times.ttft_p90_s, times.ttft_p99_s)
+            ),
             *(millis(each) for each in (times.tpot_p50_s, times.tpot_p90_s, times.tpot_p99_s)),
         ]
         for name in names
@@ -154,11 +157,11 @@ def _promise_cells(point: Point) -> list[str]:
     return [
         share(point.refused),
         plain(point.useful_tokens_per_s),
-        *(plain(each) for each in (point.ttft_p50_s, point.ttft_p90_s, point.ttft_p99_s)),
+        *(whole_millis(each) for each in (point.ttft_p50_s, point.ttft_p90_s, point.ttft_p99_s)),
         *(millis(each) for each in (point.tpot_p50_s, point.tpot_p90_s, point.tpot_p99_s)),
         millis(point.gap_p99_s),
         millis(point.longest_gap_s),
-        plain(point.longest_wait_s),
+        whole_millis(point.longest_wait_s),
         MISSING if point.largest_slowdown is None else f"{plain(point.largest_slowdown)}×",
         f"{point.jain_index:.2f}",
     ]

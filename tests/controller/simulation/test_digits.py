@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.simulation.digits import MISSING, millis, plain, share, share_range, short
+from controller.simulation.digits import (
+    MISSING,
+    millis,
+    plain,
+    share,
+    share_range,
+    short,
+    whole_millis,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +39,11 @@ def test_what_is_shown_is_within_half_a_percent(value: float) -> None:
 def test_seconds_become_milliseconds() -> None:
     assert millis(0.0467) == "46.7"
     assert millis(None) == MISSING
+
+
+def test_seconds_end_at_milliseconds() -> None:
+    shown = [whole_millis(value) for value in (0.0, 0.0004, 0.05204, 0.0996, 0.17734, 16.64, None)]
+    assert shown == ["0", "<0.001", "0.052", "0.100", "0.177", "16.6", MISSING]
 
 
 def test_all_and_none_are_said_of_all_and_none_only() -> None:
