@@ -63,7 +63,7 @@ pre { overflow-x: auto; font-size: 12px; }
 @media print {
   body { max-width: none; margin: 0; font-size: 10pt; } nav { display: none; }
   .charts { grid-template-columns: repeat(2, 1fr); } .wide { overflow: visible; }
-  table { font-size: 7.5pt; } th, td { padding: 0.1rem 0.25rem; }
+  table { font-size: 7pt; } th, td { padding: 0.1rem 0.25rem; }
   thead { display: table-row-group; }
   tr { break-inside: avoid; } h2, h3, .legend { break-after: avoid; }
   svg { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
