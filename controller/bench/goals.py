@@ -58,7 +58,7 @@ class Study:
     """What is known so far.
 
     `goals` names the parts that were asked for. A part that is empty was not asked for, has no
-    traffic, or is still to come (`is_complete` False).
+    traffic, or is still to come (`is_complete` False, as where results are absent).
     """
 
     inputs: Inputs
@@ -134,7 +134,7 @@ def run_study(
         study = replace(
             study, curve=runs.together([partial(measure_curve, chosen, runs, seeds)])[0]
         )
-    yield replace(_judged(study, runs), is_complete=True)
+    yield replace(_judged(study, runs), is_complete=runs.num_absent == 0)
 
 
 def _judged(study: Study, runs: Runs) -> Study:

@@ -37,7 +37,8 @@ class Runs:
     """Answers for tasks from `results`, simulating what is not there.
 
     `is_readonly`: nothing is simulated, NotMeasuredError instead. `policy_rows` keeps what was
-    answered, by policy, for measures over all runs. A context: leaving it ends the processes.
+    answered, by policy, for measures over all runs; `num_absent` counts what was asked for in vain.
+    A context: leaving it ends the processes.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Runs:
         self.policy_rows: dict[str, dict[str, SweepRow]] = {}
         self.num_done = 0
         self.num_simulated = 0
+        self.num_absent = 0
 
     def __enter__(self) -> Runs:
         if self._workers > 1 and not self._is_readonly:
@@ -111,6 +113,7 @@ class Runs:
                 done.set_result(row)
                 return done
             if self._is_readonly:
+                self.num_absent += 1
                 raise NotMeasuredError(f"{task.policy} at {task.load:.3g} times its rate")
             if self._pool is None:
                 return None

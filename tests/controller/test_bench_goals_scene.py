@@ -1,0 +1,133 @@
+"""One simulation of the goals: watched without a change, and what is counted in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from controller.bench.goals_cases import Inputs, steady_cases
+from controller.bench.goals_scene import (
+    EXTRA,
+    DecodeWatch,
+    GoalScene,
+    most_overtaken,
+    useful_tokens_per_s,
+)
+from controller.simulation.hardware import A100_8B
+from controller.simulation.records import SimulatedRequest
+from controller.simulation.run import simulate
+from controller.simulation.sweep import SweepTask
+from controller.workload.generators import poisson
+from controller.workload.lengths import LognormalLengths
+from controller.workload.traces import write_trace
+from engine.ports import EngineView
+from engine.step import StepPlan, StepWork, WorkKind
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> GoalScene:
+    path = tmp_path_factory.mktemp("traces") / "conv.csv"
+    write_trace(poisson(4.0, 12.0, LognormalLengths(1500, 5000, 4, 8), 0), path)
+    return steady_cases(Inputs(None, path, None, (A100_8B,), 24, 1.0))[0].scene
+
+
+def test_watching_changes_nothing(scene: GoalScene) -> None:
+    task = SweepTask("slo", 2.0, 1)
+
+    row = scene.run(task)
+
+    plain = simulate(
+        scene.workload(2.0, 1), "slo", scene.hardware, replace(scene.config, seed=task.seed)
+    )
+    assert row.event_hash == plain.event_hash
+    assert row.measures[EXTRA]["longest_skip"] == 0
+    assert row.measures[EXTRA]["wait_share"] == max(
+        each.wait_s / max(10.0 * (each.ttft_target_s or 0.0), 30.0) for each in plain.requests
+    )
+
+
+def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
+
+    rows = {
+        name: scene.run(SweepTask(name, 3.0, 0)).event_hash
+        for name in (
+            "slack-greedy",
+            "slack-greedy:1.2",
+            "slack-greedy:0.8",
+            "smallest-feasible",
+            "smallest-feasible:64",
+            "smallest-feasible:1024",
+        )
+    }
+
+    assert rows["slack-greedy"] == rows["slack-greedy:1.2"]
+    assert rows["smallest-feasible"] == rows["smallest-feasible:64"]
+    assert len(set(rows.values())) == 4
+    with pytest.raises(ValueError, match="policy"):
+        scene.run(SweepTask("slowest", 1.0, 0))
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    is_decoding: bool = True
+
+
+class Scripted:
+    """Plans decodes of the named requests, call by call."""
+
+    def __init__(self, *plans: str) -> None:
+        self._plans = list(plans)
+
+    def plan(self, view: EngineView) -> StepPlan:
+        """Return the next plan."""
+        names = self._plans.pop(0)
+        return StepPlan(tuple(StepWork(name, WorkKind.DECODE, 1, 0) for name in names))
+
+
+def test_skipped_decodes_are_counted_in_a_row() -> None:
+    watch = DecodeWatch(Scripted("ab", "a", "a", "ab", "b", "ab"))
+    running: Any = [FakeRequest("a"), FakeRequest("b"), FakeRequest("prompt", is_decoding=False)]
+    view = EngineView(0.0, 0, (), running, (), 1, 1, 16, 64, 4, 64, 4)
+
+    for _ in range(6):
+        watch.plan(view)
+
+    assert watch.longest_skip == 2
+
+
+def request(index: int, arrived_at: float, wait_s: float, **changes: Any) -> SimulatedRequest:
+    plain: dict[str, Any] = dict.fromkeys(SimulatedRequest.__dataclass_fields__, 0)
+    plain |= {"index": index, "arrived_at": arrived_at, "wait_s": wait_s, "slo_class": "chat"}
+    return SimulatedRequest(**(plain | {"finish_reason": "stop"} | changes))
+
+
+def test_overtaking_counts_later_ones_of_the_class_that_started_first() -> None:
+    requests = [
+        request(0, 0.0, 10.0),
+        request(1, 1.0, 1.0),
+        request(2, 2.0, 3.0),
+        # Of another class; refused without a start; at the same instant; later.
+        request(3, 3.0, 1.0, slo_class="batch"),
+        request(4, 4.0, 1.0, finish_reason="rejected"),
+        request(5, 5.0, 5.0),
+        request(6, 6.0, 9.0),
+    ]
+    assert most_overtaken(requests) == 2
+    assert most_overtaken(requests[5:]) == 0
+
+
+def test_useful_tokens_are_those_of_kept_promises_while_the_load_lasts() -> None:
+    tokens = {"num_prompt_tokens": 90, "num_output_tokens": 10, "attained": True}
+    requests = [
+        request(0, 0.0, 0.0, ended_at=1.9, **tokens),
+        request(1, 1.0, 0.0, ended_at=2.0, **tokens),
+        request(2, 2.0, 0.0, ended_at=8.0, **tokens),
+        request(3, 3.0, 0.0, ended_at=7.0, **(tokens | {"attained": False})),
+        request(4, 8.0, 0.0, ended_at=8.1, **tokens),
+    ]
+    # Between 2 s and 8 s two have ended in time.
+    assert useful_tokens_per_s(requests) == pytest.approx(200 / 6.0)
+    assert useful_tokens_per_s(requests[:1]) == 0.0
