@@ -279,14 +279,14 @@ class JudgedPlanes(ABC):
         The bound of a mixed step is never below that of its parts: a regime that is wide for want
         of data would widen the others with it.
         """
-        scarce = [m for m in self._margins.values() if m.num_scores < _LENDING_SCORES]
-        self._has_borrowers = bool(scarce)
-        known = [m.margin for m in self._margins.values() if m not in scarce]
+        known = [m.margin for m in self._margins.values() if m.num_scores >= _LENDING_SCORES]
+        self._has_borrowers = len(known) < len(self._margins)
         if known:
-            most = PRIOR_MARGIN * prior_scale(self.target_coverage)
-            for margin in scarce:
-                margin.borrow(min(most, max(known)))
-            self._shares.update({regime: m.margin for regime, m in self._margins.items()})
+            lent = min(PRIOR_MARGIN * prior_scale(self.target_coverage), max(known))
+            for regime, margin in self._margins.items():
+                if margin.num_scores < _LENDING_SCORES:
+                    margin.borrow(lent)
+                    self._shares[regime] = margin.margin
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1

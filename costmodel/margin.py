@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Final
 
@@ -117,6 +118,9 @@ class ConformalMargin:
 
     def borrow(self, prior: float) -> None:
         """Replace the prior margin (a share of the mean) by what other regimes have learnt."""
+        if prior == self._prior and self._sorted:
+            # Lent at every step, and mostly the same.
+            return
         self._prior = prior
         self.margin = self._current()
 
@@ -144,7 +148,7 @@ class ConformalMargin:
         if positive:
             # One step out of line counts as far as the others bear it out (winsorised).
             cap = max(2.0 * self._prior, 3.0 * positive[len(positive) // 2])
-            squares = sum(min(score, cap) ** 2 for score in positive)
+            squares = sum([min(score, cap) ** 2 for score in positive])
         prior = _PRIOR_SCORES * (self._prior / self._spreads) ** 2
         spread = math.sqrt((prior + squares) / (_PRIOR_SCORES + len(self._sorted)))
         largest = max(self._prior, self._sorted[-1]) if self._sorted else self._prior
@@ -186,6 +190,7 @@ def prior_scale(coverage: float) -> float:
     return _quantile(coverage) / _quantile(TARGET_COVERAGE)
 
 
+@lru_cache(maxsize=64)
 def _quantile(coverage: float) -> float:
     """The standard normal's quantile, to four digits: it stands in for an unknown distribution."""
     return max(_LEAST_QUANTILE, round(NormalDist().inv_cdf(coverage), 4))
@@ -199,5 +204,6 @@ def _spreads(coverage: float) -> float:
     return _quantile(coverage) * math.sqrt(2.0)
 
 
+@lru_cache(maxsize=64)
 def _max_level(coverage: float) -> float:
     return max(_MAX_LEVEL, min(1.0, 1.0 - coverage + _MAX_SWING))

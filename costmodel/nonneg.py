@@ -31,9 +31,9 @@ def solve_nonnegative(
     for _ in range(max_rounds):
         index = passive.nonzero()[0]
         inner = np.linalg.solve(gram[index[:, None], index], moment[index])
-        trial = np.zeros_like(moment)
+        trial = np.zeros(moment.size)
         trial[index] = inner
-        if len(inner) and inner.min() <= 0.0:
+        if index.size and inner[inner.argmin()] <= 0.0:
             blocked = passive & (trial <= 0.0)
             # Walk towards the trial point until the first coefficient reaches its bound; that one
             # leaves.
@@ -44,7 +44,8 @@ def solve_nonnegative(
             solution = np.where(passive, np.maximum(solution, 0.0), 0.0)
             continue
         solution = trial
-        gain = np.where(passive, 0.0, moment - gram @ solution)
+        gain = moment - gram.dot(solution)
+        gain[index] = 0.0
         entering = int(gain.argmax())
         if gain[entering] <= tolerance:
             break

@@ -91,15 +91,15 @@ class NonNegativePlane:
         """
         direction = row / predicted_s
         target = taught_s / predicted_s
-        seen = self._information @ direction
+        seen = self._information.dot(direction)
         forgotten = max(FORGETTING, YOUNG_FORGETTING / (YOUNG_SAMPLES + self._num_samples))
-        root = math.sqrt(forgotten / float(direction @ seen))
+        root = math.sqrt(forgotten / float(direction.dot(seen)))
         seen *= root
         # The moment loses what the information loses, times the unconstrained solution R⁻¹m.
-        self._moment += direction * target - seen * (root * float(direction @ self._moment))
+        self._moment += direction * target - seen * (root * float(direction.dot(self._moment)))
         # Two products of a vector with itself: the matrix stays symmetric to the last bit.
-        self._information += np.multiply.outer(direction, direction)
-        self._information -= np.multiply.outer(seen, seen)
+        self._information += direction[:, None] * direction
+        self._information -= seen[:, None] * seen
         self._num_samples += 1
         self._num_total += 1
         if self._num_samples > SETTLED_SAMPLES and self._num_samples % SOLVE_EVERY:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from engine.blocks import BlockPool
 from engine.clock import Clock
@@ -30,6 +31,10 @@ from engine.step import (
 )
 
 logger = logging.getLogger("paceline")
+
+
+# Every step makes one per stream: without the call into Python of a named tuple's constructor.
+_emitted: Callable[[tuple[object, ...]], EmittedToken] = partial(tuple.__new__, EmittedToken)
 
 
 class PlanError(RuntimeError):
@@ -131,9 +136,8 @@ class EngineLoop:
         now = self._clock.now()
         for request in list(self._requests.values()):
             self._finish(request, FinishReason.ERROR, now, failure)
-        ended = tuple(self._ended.values())
-        self._ended = {}
-        return ended
+        ended, self._ended = self._ended, {}
+        return tuple(ended.values())
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
@@ -301,9 +305,8 @@ class EngineLoop:
                 self._finish(request, FinishReason.STOP, at)
             elif num_output >= max_tokens or len(request.prompt_token_ids) + num_output >= limit:
                 self._finish(request, FinishReason.LENGTH, at)
-            emitted.append(
-                EmittedToken(request_id, token_id, index, at, result.logprob, result.top_logprobs)
-            )
+            token = (request_id, token_id, index, at, result.logprob, result.top_logprobs)
+            emitted.append(_emitted(token))
         return tuple(emitted)
 
     def _finish(
@@ -381,9 +384,8 @@ class EngineLoop:
         named = {**batch, **ended}
         others = [item.request_id for item in plan.admissions]
         others += [item.request_id for item in plan.preemptions]
-        for request_id in others:
-            if request_id not in named:
-                named[request_id] = self._requests[request_id]
+        requests = self._requests
+        named.update({each: requests[each] for each in others if each not in named})
         return named
 
     def _known(self, request_id: str) -> Request:
