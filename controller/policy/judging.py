@@ -71,6 +71,10 @@ class Judged(NamedTuple):
     verdicts: dict[str, Admission]
     new: list[int]
 
+    def left_s(self, now: float) -> FloatArray:
+        """Return the seconds to each first-token deadline that can be met, +inf without one."""
+        return np.where(self.is_relegated, math.inf, self.queue.deadline_at - now)
+
     def admissions(
         self, wanting: Sequence[RequestView], starting: Sequence[int]
     ) -> list[Admission]:

@@ -57,6 +57,11 @@ class Pacing(NamedTuple):
     holds_periods: bool = True
 
     @property
+    def is_paced(self) -> bool:
+        """Whether a running stream has a token promise that can be kept."""
+        return self.tightest_id is not None
+
+    @property
     def upper_share(self) -> float:
         """What of an upper bound is held against `limit_s`, so that it fits `upper_limit_s`."""
         return self.limit_s / self.upper_limit_s if self.limit_s > 0.0 else 1.0

@@ -15,9 +15,7 @@ from controller.policy.admission import screen
 from controller.policy.budget import (
     DecodeLoad,
     balance_tokens,
-    choose_tokens,
     explored_tokens,
-    knee_tokens,
     latency_curve,
     most_tokens_within,
     probed_tokens,
@@ -26,6 +24,7 @@ from controller.policy.budget import (
 )
 from controller.policy.capacity import Intake, make_room, split_running
 from controller.policy.facts import ClassNames, FactReader, RunningTable, live_promise
+from controller.policy.haste import wanted_tokens
 from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
@@ -252,8 +251,15 @@ class SloPlanner:
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
         backlog = int(judged.queue.remaining.sum())
-        knee = knee_tokens(curve, config.knee_share)
-        wanted = choose_tokens(lower, upper, knee, backlog, config.drain_steps)
+        wanted = wanted_tokens(
+            curve,
+            judged.queue.remaining,
+            judged.left_s(view.now),
+            lower,
+            upper,
+            config,
+            is_paced=pacing.is_paced,
+        )
         # Only the whole backlog can be looked ahead of: who is left out will want the next step.
         is_all = seated.load.num_tokens == backlog
         shared = max(lower, balance_tokens(wanted, head)) if is_all else wanted

@@ -21,7 +21,10 @@ class PolicyConfig:
     promised.
 
     Budget: `token_budget` caps the tokens of one step (None = the engine's own cap only);
-    `knee_share` is the share of the best prompt tokens per second that a light load asks of a step;
+    `knee_share` is the share of the best prompt tokens per second that a light load asks of a step,
+    `stream_knee_share` that beside streams with token promises while everybody who waits has a
+    deadline: their prompts are to be done within `patience` of the time left, `patience_s` seconds
+    at most;
     `drain_steps` is the number of steps in which the queued prompt work should be done, so that a
     growing queue moves the budget to N⁺ (math.inf = never for the queue's sake); `split_threshold`
     is the prompt length in tokens up to which a prompt is not split; `exploration` is the share of
@@ -60,6 +63,9 @@ class PolicyConfig:
     gap_limit_s: float = 1.0
     token_budget: int | None = None
     knee_share: float = 0.9
+    stream_knee_share: float = 0.4
+    patience: float = 0.6
+    patience_s: float = 2.0
     drain_steps: float = 8.0
     split_threshold: int = 32
     exploration: float = 0.01
@@ -86,11 +92,12 @@ class PolicyConfig:
         if self.upper_pace < 1.0:
             raise ValueError(f"upper_pace must be at least 1, got {self.upper_pace!r}")
         self._check_share("bank")
-        self._check_share("knee_share", low_open=True)
+        for name in ("knee_share", "stream_knee_share", "patience"):
+            self._check_share(name, low_open=True)
         self._check_share("exploration")
         self._check_share("length_neutrality")
         self._check_share("kv_reserve")
-        for name in ("gap_limit_s", "max_wait_s", "max_age_factor", "min_max_age_s"):
+        for name in ("patience_s", "gap_limit_s", "max_wait_s", "max_age_factor", "min_max_age_s"):
             self._check_positive(name)
         self._check_positive("started_factor")
         self._check_positive("drain_steps", may_be_infinite=True)

@@ -112,6 +112,10 @@ KNOBS: Final = (
     ),
     Knob("knee_share", 0.5, 1.0, "share of the best rate that a light load asks of a step"),
     Knob(
+        "stream_knee_share", 0.1, 1.0, "the same beside paced streams: small steps, quick tokens"
+    ),
+    Knob("patience", 0.2, 1.0, "little hurries prompts, much leaves the streams short steps"),
+    Knob(
         "drain_steps", 1.0, 64.0, "few steps drain a queue at once and make long gaps", is_log=True
     ),
     Knob("split_threshold", 0, 512, "0 splits every prompt, 512 few of a chat", is_integer=True),

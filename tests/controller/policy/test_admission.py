@@ -221,6 +221,14 @@ def test_alone_is_the_best_that_a_server_could_do() -> None:
     assert predict_decode_alone(model, num_prompt).tolist() == pytest.approx([0.11] * 3)
 
 
+def test_alone_takes_the_chunks_that_are_quickest() -> None:
+    # 4,096 tokens at once: 2.1 s for their square alone. Four chunks of 1,024 cost 0.5 s of that;
+    # chunks of 256 would pay sixteen floors.
+    model = LinearCostModel((0.001, 0.01, 0.0, 0.0, 1.25e-7), 0.1)
+    (first_token_s,) = predict_alone(model, np.array([4096.0]), 4096).tolist()
+    assert first_token_s == pytest.approx(4.096 + 4 * (0.1 + 1.25e-7 * 1024**2))
+
+
 def late(on: OnInfeasible, ttft: float | None = 2.0, at: float = 0.0) -> Request:
     return waiting("a", slo=Slo(ttft_s=ttft, tpot_s=0.1), of=slo_class(on_infeasible=on), at=at)
 

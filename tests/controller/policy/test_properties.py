@@ -57,6 +57,7 @@ configs = st.builds(
     bank=st.sampled_from([0.0, 0.5, 1.0]),
     token_budget=st.sampled_from([None, 8, 64]),
     drain_steps=st.sampled_from([1.0, 8.0, math.inf]),
+    patience=st.sampled_from([0.1, 1.0]),
     exploration=st.sampled_from([0.0, 0.5]),
     split_threshold=st.sampled_from([0, 64]),
     turn_period=st.integers(1, 4),

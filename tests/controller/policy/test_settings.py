@@ -12,7 +12,11 @@ from controller.policy.lengths import OutputLengths
 from controller.policy.settings import PolicyConfig
 
 BAD: list[tuple[str, Any]] = [
-    *[(name, value) for name in ("pace", "knee_share") for value in (0.0, 1.5, math.nan, "x")],
+    *[
+        (name, value)
+        for name in ("pace", "knee_share", "stream_knee_share", "patience")
+        for value in (0.0, 1.5, math.nan, "x")
+    ],
     *[
         (name, value)
         for name in ("bank", "exploration", "length_neutrality", "kv_reserve")
@@ -22,6 +26,7 @@ BAD: list[tuple[str, Any]] = [
         (name, value)
         for name in (
             "upper_pace",
+            "patience_s",
             "gap_limit_s",
             "max_wait_s",
             "max_age_factor",
