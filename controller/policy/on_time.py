@@ -20,6 +20,9 @@ from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 
+# Chunks that are smaller gain nothing on an idle server: every step costs its floor.
+_LEAST_CHUNK = 128
+
 
 class Outlook(NamedTuple):
     """How the rate for prompts is expected to change as running streams end.
@@ -218,19 +221,29 @@ def late_starters(
 
 def predict_alone(cost_model: CostModel, num_prompt: FloatArray, most_tokens: int) -> FloatArray:
     """Predict the seconds to the first token of each request on an idle server, its prompt (n
-    tokens each) in the largest chunks (`most_tokens`) that a step may hold; shape (n,).
+    tokens each) in the chunks that are quickest: the largest that a step may hold (`most_tokens`),
+    or a quarter, or a sixteenth of that; shape (n,).
+
+    A model that has seen small chunks only may say far too much of a large one, and who is told
+    that no server could do it must not be told so for that alone.
     """
-    num_full, rest = np.divmod(num_prompt, most_tokens)
-    rows = np.zeros((2, num_prompt.size, NUM_FEATURES))
-    chunk = np.minimum(num_prompt, most_tokens)
+    smaller = (most_tokens // 4, most_tokens // 16)
+    sizes = [most_tokens, *(size for size in smaller if size >= _LEAST_CHUNK)]
+    rows = np.zeros((2, len(sizes), num_prompt.size, NUM_FEATURES))
+    size = np.array(sizes, dtype=np.float64)[:, None]
+    num_full, rest = np.divmod(num_prompt, size)
+    chunk = np.minimum(num_prompt, size)
     # All full chunks at their average past, (0 + ... + (k - 1)) / k chunks.
-    rows[0, :, 0], rows[0, :, 3] = chunk, chunk * chunk * np.maximum(num_full - 1.0, 0.0) / 2.0
-    rows[0, :, 4] = chunk * chunk
-    rows[1, :, 0], rows[1, :, 3], rows[1, :, 4] = rest, rest * num_full * most_tokens, rest * rest
+    rows[0, :, :, 0] = chunk
+    rows[0, :, :, 3] = chunk * chunk * np.maximum(num_full - 1.0, 0.0) / 2.0
+    rows[0, :, :, 4] = chunk * chunk
+    rows[1, :, :, 0], rows[1, :, :, 3] = rest, rest * num_full * size
+    rows[1, :, :, 4] = rest * rest
     mean_s = made_safe(cost_model.predict(rows.reshape(-1, NUM_FEATURES)).mean_s)
-    full_s, rest_s = mean_s.reshape(2, num_prompt.size)
+    full_s, rest_s = mean_s.reshape(2, len(sizes), num_prompt.size)
     first_token_s = np.where(num_full > 0.0, num_full * full_s, 0.0)
-    return first_token_s + np.where(rest > 0.0, rest_s, 0.0)
+    quickest_s: FloatArray = (first_token_s + np.where(rest > 0.0, rest_s, 0.0)).min(axis=0)
+    return quickest_s
 
 
 def predict_decode_alone(cost_model: CostModel, num_prompt: FloatArray) -> FloatArray:

@@ -7,8 +7,9 @@ reaches telemetry.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from costmodel.features import StepFeatures
 from costmodel.prior import SweepShape, sweep_plan
@@ -26,17 +27,28 @@ _MAX_REPEATS = 3
 # Long enough to tell the coefficients apart, short enough to start a server in seconds on a CPU.
 _LONGEST_CHUNK = 512
 _LONGEST_CONTEXT = 2048
+# What a longer chunk takes cannot be told from shorter ones: a floor ends, or the machine slows
+# down. Such chunks are timed too, as far as the step allows, where one takes no longer than this.
+_LONG_CHUNKS = (2048, 8192)
+_LONG_S = 1.0
 # As many as a preempted request may hold: enough to stand out beside one step.
 _SWAPPED_BLOCKS = 64
 
 
 def sweep_shapes(config: EngineConfig) -> tuple[SweepShape, ...]:
-    """Return the steps of a warm-up within the engine's limits; the simulator times the same."""
-    return sweep_plan(
+    """Return the steps of a warm-up within the engine's limits, smallest first; the simulator times
+    the same.
+
+    The last ones are long chunks, which `run_sweep` leaves out on a slow machine.
+    """
+    shapes = sweep_plan(
         min(config.max_num_batched_tokens, _LONGEST_CHUNK),
         config.max_num_seqs,
         min(config.max_model_len, _LONGEST_CONTEXT),
     )
+    most = min(config.max_num_batched_tokens, config.max_model_len)
+    longer = sorted({min(size, most) for size in _LONG_CHUNKS if most > _LONGEST_CHUNK})
+    return (*shapes, *(SweepShape(size, 0, 0, 0) for size in longer))
 
 
 def run_sweep(
@@ -45,7 +57,8 @@ def run_sweep(
     clock: Clock,
     shapes: Iterable[SweepShape],
 ) -> list[tuple[StepFeatures, float]]:
-    """Execute every shape that the pool holds and return (features, least seconds) for each.
+    """Execute every shape that the pool holds and return (features, least seconds) for each; not
+    the chunks of over 512 tokens that would take over a second at the rate of the shape before.
 
     The least of the repeats: what else the machine does can only add to a step, and a prior that is
     too slow refuses promises that nothing would then correct. The very first execution is not
@@ -56,6 +69,8 @@ def run_sweep(
     for shape in shapes:
         plan, requests = _plan_of(shape, config.block_size)
         if sum(len(request.block_table) for request in requests.values()) > config.num_blocks:
+            continue
+        if shape.num_chunk_tokens > _LONGEST_CHUNK and _foreseen_s(shape, samples) > _LONG_S:
             continue
         if is_first:
             runner.execute(plan, requests)
@@ -69,6 +84,17 @@ def run_sweep(
         for request_id in requests:
             runner.forget(request_id)
     return samples
+
+
+def _foreseen_s(shape: SweepShape, samples: Sequence[tuple[StepFeatures, float]]) -> float:
+    """Return the seconds of a chunk at the rate of the longest one timed so far; infinite if none
+    was.
+    """
+    longest = max(samples, key=lambda sample: sample[0].num_prefill_tokens, default=None)
+    if longest is None or not longest[0].num_prefill_tokens:
+        return math.inf
+    features, latency_s = longest
+    return latency_s * shape.num_chunk_tokens / features.num_prefill_tokens
 
 
 def time_swap(runner: ModelRunner, config: EngineConfig, clock: Clock) -> float | None:

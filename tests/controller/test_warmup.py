@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 
-from controller.runtime.warmup import run_sweep, time_swap
+from controller.policy.on_time import predict_alone
+from controller.runtime.warmup import run_sweep, sweep_shapes, time_swap
 from costmodel.features import StepFeatures
-from costmodel.prior import SweepShape
+from costmodel.prior import SweepShape, fit_prior
+from costmodel.synthetic import ACCELERATOR, TWO_CORES, SyntheticDevice
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
 from engine.request import Request
@@ -100,3 +103,50 @@ def test_the_sweep_runs_what_its_features_say() -> None:
     assert chunk.num_context_tokens == requests[chunk.request_id].num_prompt_tokens - 1
     blocks = [block for request in requests.values() for block in request.block_table]
     assert len(blocks) == len(set(blocks))
+
+
+class DeviceRunner(CopyingRunner):
+    """Takes what a make-believe device takes."""
+
+    def __init__(self, device: SyntheticDevice) -> None:
+        super().__init__(is_asynchronous=False)
+        self.device = device
+
+    def execute(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepOutput:
+        self.clock.advance(self.device.latency_s(StepFeatures.of(plan.work)))
+        return StepOutput()
+
+
+def _sweep(device: SyntheticDevice, config: EngineConfig) -> list[tuple[StepFeatures, float]]:
+    runner = DeviceRunner(device)
+    return run_sweep(runner, config, runner.clock, sweep_shapes(config))
+
+
+def test_long_chunks_are_timed_as_far_as_a_step_allows() -> None:
+    def longest(config: EngineConfig) -> float:
+        return max(features.num_prefill_tokens for features, _ in _sweep(ACCELERATOR, config))
+
+    assert longest(EngineConfig(num_blocks=4000, max_model_len=32_768)) == 8192.0
+    assert longest(EngineConfig(num_blocks=4000, max_model_len=1000)) == 1000.0
+    assert longest(EngineConfig(num_blocks=4000, max_num_batched_tokens=400)) == 400.0
+    # The pool holds 1,600 tokens.
+    assert longest(EngineConfig(num_blocks=100, max_model_len=32_768)) == 512.0
+
+
+def test_long_chunks_are_left_out_where_they_take_long() -> None:
+    config = EngineConfig(num_blocks=4000, max_model_len=32_768)
+    assert max(features.num_prefill_tokens for features, _ in _sweep(TWO_CORES, config)) == 512.0
+    # Nothing to foresee by.
+    runner = DeviceRunner(ACCELERATOR)
+    long, decode = SweepShape(2048, 0, 0, 0), SweepShape(0, 0, 1, 16)
+    assert run_sweep(runner, config, runner.clock, [long]) == []
+    assert len(run_sweep(runner, config, runner.clock, [decode, long])) == 1
+
+
+@pytest.mark.parametrize("device", [ACCELERATOR, TWO_CORES])
+def test_long_prompts_are_foretold_by_the_sweep_alone(device: SyntheticDevice) -> None:
+    model = fit_prior(_sweep(device, EngineConfig(num_blocks=4000, max_model_len=32_768)))
+    for num_prompt in (512, 1024, 2048, 4096, 8192):
+        whole = SweepShape(num_prompt, 0, 0, 0).features()
+        foretold_s = float(predict_alone(model, np.array([float(num_prompt)]), 8192)[0])
+        assert 0.8 < foretold_s / device.latency_s(whole) < 1.1
