@@ -37,11 +37,14 @@ MAX_KNEE_TOKENS: Final = 1 << 20
 
 
 class StepPrediction(NamedTuple):
-    """One step's prediction: seconds, and what each plane says of it."""
+    """One step's prediction: seconds, what each plane says of it, and what its decodes and its
+    prompts would take as two steps (the mean itself where one kind is missing).
+    """
 
     mean_s: float
     upper_s: float
     plane_s: list[float]
+    apart_s: float
 
 
 class Envelope:
@@ -107,12 +110,14 @@ class Envelope:
             decode_s = max(decode_s, base + decode_part)
             prefill_s = max(prefill_s, base + prefill_part)
         mean_s = max(wholes)
+        apart_s = mean_s
         upper_s = decode_s * (1.0 + margins[Regime.DECODE_ONLY])
         if jump:
             upper_s = max(upper_s, prefill_s * (1.0 + margins[Regime.PREFILL_ONLY]))
             if decodes > 0.0:
                 upper_s = max(upper_s, mean_s * (1.0 + margins[Regime.MIXED]))
-        return StepPrediction(mean_s, max(upper_s, mean_s), wholes)
+                apart_s = decode_s + prefill_s
+        return StepPrediction(mean_s, max(upper_s, mean_s), wholes, apart_s)
 
     def marginals(self) -> MarginalCosts:
         """Return marginal costs of a busy step: the plane with the dearer prefill token."""

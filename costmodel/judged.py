@@ -24,6 +24,7 @@ from costmodel.margin import (
     ConformalMargin,
     prior_scale,
 )
+from costmodel.mixing import MixingRatio
 from costmodel.plane import NonNegativePlane
 from costmodel.window import QualityWindow
 
@@ -70,6 +71,7 @@ class JudgedPlanes(ABC):
         self._shares = {regime: margin.margin for regime, margin in self._margins.items()}
         self._windows = {regime: QualityWindow() for regime in _REGIMES}
         self._window = QualityWindow()
+        self._mixing = MixingRatio()
         self._drifts = {regime: PageHinkley() for regime in _REGIMES}
         self._num_rejected: dict[str, int] = {}
         self._version = 0
@@ -152,6 +154,8 @@ class JudgedPlanes(ABC):
         self._shares[regime] = margin.margin
         if self._has_borrowers:
             self._lend()
+        if regime is Regime.MIXED:
+            self._mixing.record(latency_s, predicted.apart_s)
         error = abs(latency_s - predicted.mean_s) / latency_s
         self._windows[regime].record(error, is_covered=is_covered)
         self._window.record(error, is_covered=is_covered)
@@ -221,6 +225,7 @@ class JudgedPlanes(ABC):
             ),
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
             target_coverage=self.target_coverage,
+            mixing_ratio=self._mixing.ratio,
         )
 
     def _home(self, regime: Regime, predicted_s: float) -> int:
@@ -306,6 +311,7 @@ class JudgedPlanes(ABC):
             "drifts": {str(regime): part.state() for regime, part in self._drifts.items()},
             "windows": {str(regime): part.state() for regime, part in self._windows.items()},
             "window": self._window.state(),
+            "mixing": self._mixing.state(),
         }
 
     @classmethod
@@ -331,6 +337,10 @@ class JudgedPlanes(ABC):
             model._drifts[regime] = PageHinkley.restore(*part("drifts", regime))
             model._windows[regime] = QualityWindow.restore(*part("windows", regime))
         model._window = QualityWindow.restore(read_mapping(state, "window", path), f"{path}.window")
+        # Snapshots that are older than the ratio have none.
+        if "mixing" in state:
+            mixing = read_mapping(state, "mixing", path)
+            model._mixing = MixingRatio.restore(mixing, f"{path}.mixing")
         model._version = read_count(state, "version", path)
         model._num_drift_alarms = read_count(state, "num_drift_alarms", path)
         rejected = read_mapping(state, "num_rejected", path)

@@ -283,6 +283,12 @@ class _ModelCollector(Collector):
             "Share of steps that are to stay under their bound",
             value=quality.target_coverage,
         )
+        if quality.mixing_ratio is not None:
+            yield GaugeMetricFamily(
+                "paceline_model_mixing_ratio",
+                "Seconds of mixed steps over those of their decodes and prompts in two steps",
+                value=quality.mixing_ratio,
+            )
         margin = GaugeMetricFamily(
             "paceline_model_margin_ratio", "Safety added to the mean", labels=["regime"]
         )

@@ -204,13 +204,20 @@ def test_failures_and_preemptions_are_counted() -> None:
     assert value(metrics, "paceline_requests_preempted") == 1
 
 
+def test_without_a_mixed_step_there_is_no_ratio_of_mixing() -> None:
+    metrics = new_metrics(quality=lambda: ModelQuality(3, 9, 0.05, 0.9, (), {}))
+    metrics.on_step(report(1), {})
+    assert value(metrics, "paceline_model_version") == 3
+    assert value(metrics, "paceline_model_mixing_ratio") is None
+
+
 def test_the_models_quality_is_asked_on_the_loops_thread_only() -> None:
     asked: list[int] = []
 
     def quality() -> ModelQuality:
         asked.append(1)
         regime = RegimeQuality(Regime.MIXED, 7, 0.04, 0.91, 0.2)
-        return ModelQuality(3, 9, 0.05, 0.9, (regime,), {"warm_up": 2}, 0.8)
+        return ModelQuality(3, 9, 0.05, 0.9, (regime,), {"warm_up": 2}, 0.8, 0.7)
 
     metrics = new_metrics(quality=quality)
     assert value(metrics, "paceline_model_version") is None
@@ -220,6 +227,7 @@ def test_the_models_quality_is_asked_on_the_loops_thread_only() -> None:
     assert value(metrics, "paceline_model_mape_ratio", regime="mixed") == 0.04
     assert value(metrics, "paceline_model_coverage_ratio", regime="mixed") == 0.91
     assert value(metrics, "paceline_model_coverage_target_ratio") == 0.8
+    assert value(metrics, "paceline_model_mixing_ratio") == 0.7
     assert value(metrics, "paceline_model_margin_ratio", regime="mixed") == 0.2
     assert value(metrics, "paceline_model_samples_rejected_total", reason="warm_up") == 2
     assert asked == [1]
