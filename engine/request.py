@@ -157,11 +157,11 @@ class Request:
     def known_token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start..stop` (prompt first, then output)."""
         num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
         if stop <= num_prompt:
             return list(self.prompt_token_ids[start:stop])
-        head = self.prompt_token_ids[start:num_prompt] if start < num_prompt else ()
-        tail = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
-        return [*head, *tail]
+        return [*self.prompt_token_ids[start:], *self.output_token_ids[: stop - num_prompt]]
 
     def take_scores(self, scores: PromptScores) -> PromptScores | None:
         """Count prompt scores as delivered and return those that the client has not got, None if it

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
@@ -272,16 +271,15 @@ def _first_sufficient(
     """Index of the first budget whose ⌈total / budget⌉ steps of `step_s` end in time, for every
     total.
     """
-    done_s = np.ceil(totals / budgets[:, None]) * step_s[:, None]
-    in_time: npt.NDArray[np.bool_] = done_s <= left_s
-    # One prompt is the usual case, and `all` is dear.
-    suffices: npt.NDArray[np.bool_] = in_time[:, 0]
-    if totals.size > 1:
-        suffices = np.logical_and.reduce(in_time, axis=1)
-    if not suffices.size:
-        return None
-    first = int(suffices.argmax())
-    return first if suffices[first] else None
+    if totals.size == 1:
+        # One prompt is the usual case, and a few numbers are looked through faster than arrays.
+        total, most_s = float(totals[0]), float(left_s[0])
+        pairs = zip(budgets.tolist(), step_s.tolist(), strict=True)
+        return next(
+            (i for i, (n, s) in enumerate(pairs) if math.ceil(total / n) * s <= most_s), None
+        )
+    suffices = (np.ceil(totals / budgets[:, None]) * step_s[:, None] <= left_s).all(axis=1)
+    return int(suffices.argmax()) if suffices.any() else None
 
 
 def knee_tokens(curve: LatencyCurve, share: float) -> int:
