@@ -206,6 +206,16 @@ class TelemetryReader:
             found = _rows(connection, query)
         return found[0] if found else None
 
+    def newest_model(self, run_id: str | None = None) -> JsonRow | None:
+        """Return the cost model that was stored last, by that run if one is given, or None."""
+        query = select(tables.model_snapshot)
+        if run_id is not None:
+            query = query.where(_SNAPSHOT.run_id == run_id)
+        query = query.order_by(_SNAPSHOT.at.desc(), _SNAPSHOT.run_id.desc()).limit(1)
+        with self._database.read() as connection:
+            found = _rows(connection, query)
+        return found[0] if found else None
+
     def model_snapshots(self, *, limit: int = 100) -> tuple[JsonRow, ...]:
         """List stored cost models, newest first, without their documents."""
         columns = (column for column in tables.model_snapshot.c if column.name != "document")

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, StringConstraints
 from starlette.responses import JSONResponse, Response
 
 from controller.api.errors import ApiError, invalid
+from controller.runtime.learnt import learnt_costs
 from store.errors import CursorError, StoreError
 from store.queries import Page, RequestFilter, Span, TelemetryReader
 from store.text import parse_instant, to_csv
@@ -129,8 +130,15 @@ def telemetry_router(reader: TelemetryReader) -> APIRouter:
 
     @router.get("/summary")
     def summary(since: _Since = None, until: _Until = None, run_id: _Run = None) -> Response:
-        """Sum up attainment, goodput, latencies, prediction, admissions and losses."""
-        return JSONResponse(_ask(lambda: reader.summary(span=Span(since, until), run_id=run_id)))
+        """Sum up attainment, goodput, latencies, prediction, admissions and losses; and what the
+        cost model that was stored last says of the machine.
+        """
+
+        def answer() -> dict[str, Any]:
+            summed = reader.summary(span=Span(since, until), run_id=run_id)
+            return {**summed, "cost_model": learnt_costs(reader, run_id)}
+
+        return JSONResponse(_ask(answer))
 
     return router
 

@@ -123,8 +123,11 @@ def summary(
     url: DbOption = DEFAULT_DB_URL,
 ) -> None:
     """Sum up attainment, goodput, latencies, prediction, refusals and losses."""
+    from controller.runtime.learnt import learnt_costs
+
     with _reading(url) as reader:
-        answer = reader.summary(span=_span(since, until), run_id=run)
+        summed = reader.summary(span=_span(since, until), run_id=run)
+        answer: dict[str, Any] = {**summed, "cost_model": learnt_costs(reader, run)}
     if is_json:
         typer.echo(_to_json(answer))
     elif not answer["requests"]["num_offered"] and not answer["steps"]["num_steps"]:

@@ -331,7 +331,10 @@ def summary_tables(answer: Row) -> list[RenderableType]:
     admissions = _table("<decision", "<reason", "requests", title="\nAdmissions")
     for row in answer["admissions"]:
         admissions.add_row(row["decision"] or "none", row["reason"], str(row["num_requests"]))
-    return [head, promises, admissions, _prediction_table(answer), _steps_summary(steps)]
+    tables = [head, promises, admissions, _prediction_table(answer), _steps_summary(steps)]
+    if answer["cost_model"] is not None:
+        tables.insert(-1, cost_model_table(answer["cost_model"]))
+    return tables
 
 
 def _prediction_table(answer: Row) -> RenderableType:
@@ -341,6 +344,27 @@ def _prediction_table(answer: Row) -> RenderableType:
         table.add_row(
             row["regime"], str(row["num_steps"]), percent(row["mape"]), percent(row["coverage"])
         )
+    return table
+
+
+def cost_model_table(costs: Row) -> RenderableType:
+    """Return what the stored model says of the machine (`runtime.learnt`), or why it cannot."""
+    table = _table("<", "", title=f"\nCost model, stored after {costs['num_observed']} steps")
+    if costs["problem"] is not None:
+        table.add_row("cannot be read", costs["problem"])
+        return table
+    for name, column in (
+        ("an almost empty step, ms", "floor_s"),
+        ("one more prompt token, ms", "prefill_token_s"),
+        ("one more decode, ms", "decode_request_s"),
+        ("one more prompt in a step, ms", "extra_chunk_s"),
+    ):
+        table.add_row(name, ms(costs[column], 3))
+    table.add_row("tokens beyond which throughput is flat", str(costs["knee_tokens"]))
+    ratio = costs["mixing_ratio"]
+    if ratio is not None:
+        verdict = "mixing wins" if ratio < 1.0 else "two steps would be quicker"
+        table.add_row("mixed steps over two steps", f"{ratio:.2f} ({verdict})")
     return table
 
 

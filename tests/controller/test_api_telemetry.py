@@ -99,6 +99,7 @@ def test_one_requests_life(client: TestClient) -> None:
 def test_summary_and_events(client: TestClient) -> None:
     summary = client.get("/telemetry/summary").json()
     assert summary["requests"]["attainment"] == 0.5
+    assert summary["cost_model"] is None
     assert (
         client.get("/telemetry/summary", params={"since": RUN_AT + 1}).json()["requests"][
             "num_offered"

@@ -7,13 +7,21 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from controller.cli import db, telemetry
+from controller.cli.telemetry_view import cost_model_table
+from costmodel.prior import flat_prior
+from costmodel.refitted import RefittedLeastSquares
+from costmodel.snapshot import SnapshotKey, dump_model
+from costmodel.synthetic import TWO_CORES, synthetic_steps
 from engine.clock import VirtualClock
 from store import schema
 from store.writer import TelemetryWriter
@@ -22,6 +30,7 @@ from tests.store.samples import (
     make_event,
     make_request,
     make_run,
+    make_snapshot,
     make_step,
 )
 
@@ -179,6 +188,45 @@ def test_json_is_strict_and_in_seconds(url: str) -> None:
     assert len(life["steps"]) == 4
     summary = json.loads(ask("telemetry", "summary", "--json", "--db", url))
     assert summary["requests"]["num_offered"] == 3
+
+
+def test_the_summary_shows_what_was_learnt_of_the_machine(url: str) -> None:
+    assert json.loads(ask("telemetry", "summary", "--json", "--db", url))["cost_model"] is None
+    assert "Cost model" not in ask("telemetry", "summary", "--db", url)
+    model = flat_prior(RefittedLeastSquares)
+    for step in islice(synthetic_steps(TWO_CORES), 200):
+        model.observe(step.features, step.measured_s)
+    key = SnapshotKey("model", "cpu", "float32", "reference", 16, "0.1.0")
+
+    def store(version: int, document: object) -> None:
+        writer = TelemetryWriter.open(url, make_run("run-b"), VirtualClock())
+        writer.offer(make_snapshot(version, run_id="run-b", key=asdict(key), document=document))
+        assert writer.close()
+
+    store(20, dump_model(model, key))
+    costs = json.loads(ask("telemetry", "summary", "--json", "--db", url))["cost_model"]
+    assert costs["prefill_token_s"] == model.marginals().prefill_token_s
+    table = ask("telemetry", "summary", "--db", url)
+    assert "Cost model, stored after 200 steps" in table
+    assert f"{costs['mixing_ratio']:.2f} (mixing wins)" in table
+    store(30, {"format": 1})
+    assert "format: must be 2, got 1" in ask("telemetry", "summary", "--db", url)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.2, "1.20 (two steps would be quicker)"), (None, "throughput is flat")]
+)
+def test_mixing_that_loses_or_was_never_seen(ratio: float | None, words: str) -> None:
+    costs = {
+        **asdict(flat_prior().marginals()), "num_observed": 5, "problem": None,
+        "mixing_ratio": ratio,
+    }  # fmt: skip
+    console = Console(width=100, file=io.StringIO())
+    console.print(cost_model_table(costs))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert words in text
+    assert ("mixed steps" in text) is (ratio is not None)
 
 
 def test_csv_quotes_what_looks_like_a_formula(url: str) -> None:

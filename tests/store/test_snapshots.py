@@ -51,6 +51,10 @@ def test_the_newest_of_all_runs_answers_for_exactly_its_key(url: str) -> None:
     assert (newest["run_id"], newest["version"]) == ("run-a", 5)
     assert reader.model_snapshot({**KEY, "model": "other"}) is None
     assert [row["version"] for row in reader.model_snapshots()] == [9, 5, 3]
+    last, own, none = (reader.newest_model(run) for run in (None, "run-b", "run-c"))
+    assert last is not None
+    assert own is not None
+    assert (last["version"], own["version"], none) == (9, 3, None)
     assert len(reader.model_snapshots(limit=1)) == 1
     reader.close()
 
