@@ -251,6 +251,8 @@ def demanded_tokens(curve: LatencyCurve, work: FloatArray, time_left_s: FloatArr
     Done means ⌈W_k / N⌉ steps of the upper latency; infinite times demand nothing. If no budget
     suffices the curve's largest is returned, plus one, so that it shows as a conflict.
     """
+    if work.size == 1:
+        return _demanded_by_one(curve, float(work[0]), float(time_left_s[0]))
     is_due = np.isfinite(time_left_s)
     if not is_due.any():
         return 0
@@ -271,15 +273,30 @@ def _first_sufficient(
     """Index of the first budget whose ⌈total / budget⌉ steps of `step_s` end in time, for every
     total.
     """
-    if totals.size == 1:
-        # One prompt is the usual case, and a few numbers are looked through faster than arrays.
-        total, most_s = float(totals[0]), float(left_s[0])
-        pairs = zip(budgets.tolist(), step_s.tolist(), strict=True)
-        return next(
-            (i for i, (n, s) in enumerate(pairs) if math.ceil(total / n) * s <= most_s), None
-        )
     suffices = (np.ceil(totals / budgets[:, None]) * step_s[:, None] <= left_s).all(axis=1)
     return int(suffices.argmax()) if suffices.any() else None
+
+
+def _demanded_by_one(curve: LatencyCurve, total: float, left_s: float) -> int:
+    """`demanded_tokens` of a single prompt, the usual case: a few numbers are looked through faster
+    than arrays.
+    """
+    if not math.isfinite(left_s):
+        return 0
+    tokens, upper_s = curve.tokens.tolist(), curve.upper_s.tolist()
+    first = 1
+    while first < len(tokens) and math.ceil(total / tokens[first]) * upper_s[first] > left_s:
+        first += 1
+    if first == len(tokens):
+        return int(tokens[-1]) + 1
+    low, high = int(tokens[first - 1]), int(tokens[first])
+    low_s, high_s = upper_s[first - 1], upper_s[first]
+    slope_s = (high_s - low_s) / (high - low)
+    stride = math.ceil((high - low) / _REFINED)
+    for num in range(low + stride, high, stride):
+        if math.ceil(total / num) * (slope_s * (num - low) + low_s) <= left_s:
+            return num
+    return high
 
 
 def knee_tokens(curve: LatencyCurve, share: float) -> int:

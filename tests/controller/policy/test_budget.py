@@ -142,6 +142,17 @@ def test_the_lower_bound_meets_every_deadline_and_is_close_to_the_least(
         assert not np.isin(curve.tokens[1:], enough).any()
 
 
+@PROPERTY
+@given(st.integers(1, 4000), st.floats(-1.0, 60.0), st.integers(1, 900))
+def test_one_prompt_demands_what_it_demands_before_others(
+    amount: int, left_s: float, most: int
+) -> None:
+    curve = curve_of(load_of((amount, 0)), most)
+    alone = demanded_tokens(curve, np.array([float(amount)]), np.array([left_s]))
+    two = np.array([float(amount), 1.0]), np.array([left_s, math.inf])
+    assert alone == demanded_tokens(curve, *two)
+
+
 def test_deadlines_that_do_not_exist_demand_nothing() -> None:
     curve = curve_of(load_of((100, 0)), 100)
     assert demanded_tokens(curve, np.array([50.0]), np.array([math.inf])) == 0
