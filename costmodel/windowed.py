@@ -25,8 +25,8 @@ from costmodel.strata import StratifiedWindow
 REFIT_EVERY: Final = 50
 _YOUNG_GROWTH: Final = 2
 _AFTER_SHIFT: Final = 10
-# One refit in four looks further than the nearest minimum, once there is enough to tell by.
-_SEARCH_EVERY: Final = 4 * REFIT_EVERY
+# A refit looks further than the nearest minimum once there is enough to tell by.
+_SEARCH_FROM: Final = 100
 
 
 class WindowedRegression(JudgedPlanes):
@@ -50,8 +50,7 @@ class WindowedRegression(JudgedPlanes):
     def _refit(self) -> None:
         start = np.array([plane.coefficients for plane in self._planes])
         num = self._memory.num_added
-        is_searched = num >= _SEARCH_EVERY and num % _SEARCH_EVERY < REFIT_EVERY
-        fit = search_planes if is_searched else fit_planes
+        fit = search_planes if num >= _SEARCH_FROM else fit_planes
         for index, scaled in enumerate(fit(self._memory.samples(), start)):
             self._install(index, NonNegativePlane(scaled))
         self._version += 1
