@@ -295,6 +295,14 @@ class Intake:
         self._seats -= 1
         self._headroom = self._count_headroom() - self._needed(request)
 
+    def is_roomy(self, num_wanting: int) -> bool:
+        """Whether seats are no concern: half of them stay free with everybody who wants one.
+
+        Where they are, whoever takes time over a prompt keeps a seat from others.
+        """
+        num_seats = self._num_running + self._seats
+        return 2 * (num_wanting + self._running.num_decodes) <= num_seats
+
     @property
     def is_full(self) -> bool:
         """Whether no seat is left."""

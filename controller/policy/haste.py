@@ -23,7 +23,33 @@ from costmodel.features import FloatArray
 _NEARLY_FREE = 0.02
 
 
+def unhurried_tokens(
+    curve: LatencyCurve,
+    work: FloatArray,
+    left_s: FloatArray,
+    aim_s: FloatArray,
+    config: PolicyConfig,
+    *,
+    is_paced: bool,
+) -> int | None:
+    """Return the budget of a step in no hurry; None if somebody gains from every token.
+
+    `work` (n,) are the tokens left of everybody in serving order, `left_s` (n,) the seconds to
+    their first-token deadlines, +inf without one, `aim_s` (n,) those to the instants at which their
+    first tokens are aimed. `is_paced` says that some running stream has a token promise.
+
+    Beside paced streams prompts that all have deadlines are in no hurry: they shall be done when
+    they are aimed at, in steps that reach `stream_knee_share` of the best rate. So a light load
+    makes short steps, and what a burst needs is demanded at once. What a floor gives away is taken.
+    """
+    if not is_paced or not left_s.size or not (left_s < math.inf).all():
+        return None
+    early = demanded_tokens(curve, work, aim_s)
+    return nearly_free_tokens(curve, max(early, knee_tokens(curve, config.stream_knee_share)))
+
+
 def wanted_tokens(
+    unhurried: int | None,
     curve: LatencyCurve,
     work: FloatArray,
     left_s: FloatArray,
@@ -33,37 +59,36 @@ def wanted_tokens(
     *,
     is_paced: bool,
 ) -> int:
-    """Return the budget that is wanted, at most N⁺ (`upper`).
+    """Return the budget that is wanted, at least N⁻ (`lower`) and at most N⁺ (`upper`):
+    `unhurried_tokens` if there are such.
 
-    `work` (n,) are the tokens left of everybody in serving order, `left_s` (n,) the seconds to
-    their first-token deadlines, +inf without one; `lower` is N⁻, `is_paced` says that some running
-    stream has a token promise.
-
-    Beside paced streams prompts that all have deadlines are in no hurry: they shall be done within
-    `patience` of the time left, `patience_s` seconds at most, in steps that reach
-    `stream_knee_share` of the best rate. So a light load makes short steps, and what a burst needs
-    is demanded at once. Whoever has no deadline gains from every token, and without paced streams
-    nobody gains from a short step: then `knee_share` of the best rate is wanted, and the backlog
-    within `drain_steps` steps.
+    Otherwise `knee_share` of the best rate is wanted, and within `drain_steps` steps the backlog:
+    of those without a deadline beside paced streams, of everybody where nobody gains from short
+    steps.
     """
-    is_dated = left_s < math.inf
-    if not is_paced or not is_dated.all():
-        backlog = work if not is_paced else work[~is_dated]
-        knee = knee_tokens(curve, config.knee_share)
-        return choose_tokens(lower, upper, knee, int(backlog.sum()), config.drain_steps)
-    if lower >= upper:
-        return upper
-    allowed_s = np.minimum(config.patience * left_s, config.patience_s)
-    early = demanded_tokens(curve, work, allowed_s)
-    knee = knee_tokens(curve, config.stream_knee_share)
-    wanted = min(upper, max(lower, early, knee))
-    return nearly_free_tokens(curve, wanted, upper)
+    if unhurried is not None:
+        return min(upper, max(lower, unhurried))
+    backlog = work[left_s == math.inf] if is_paced else work
+    knee = knee_tokens(curve, config.knee_share)
+    return choose_tokens(lower, upper, knee, int(backlog.sum()), config.drain_steps)
 
 
-def nearly_free_tokens(curve: LatencyCurve, num_tokens: int, most: int) -> int:
-    """Return the most tokens, `most` at most, whose step takes hardly longer than one with
+def nearly_free_tokens(curve: LatencyCurve, num_tokens: int) -> int:
+    """Return the most tokens on the curve whose step takes hardly longer than one with
     `num_tokens`.
     """
     mean_s = float(np.interp(num_tokens, curve.tokens, curve.mean_s))
     last = int(curve.mean_s.searchsorted(mean_s * (1.0 + _NEARLY_FREE), side="right")) - 1
-    return max(num_tokens, min(most, int(curve.tokens[last])))
+    return max(num_tokens, int(curve.tokens[last]))
+
+
+def unhurried_s(
+    curve: LatencyCurve, num_tokens: int, work: FloatArray, done_s: FloatArray, aim_s: FloatArray
+) -> FloatArray:
+    """Return when each of the ordered `work` (n,) is done in steps of `num_tokens`, seconds from
+    now: not before `done_s`, when it could be, nor later than both that and its aim.
+    """
+    step_s = float(np.interp(num_tokens, curve.tokens, curve.mean_s))
+    paced_s = np.ceil(work.cumsum() / max(num_tokens, 1)) * step_s
+    found: FloatArray = np.maximum(done_s, np.minimum(paced_s, aim_s))
+    return found

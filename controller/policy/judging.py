@@ -17,6 +17,7 @@ from controller.policy.admission import (
     verdict_on_pace,
     verdicts_on_kept,
 )
+from controller.policy.alternating import sustained_rate
 from controller.policy.budget import (
     DecodeLoad,
     LatencyCurve,
@@ -35,7 +36,9 @@ from controller.policy.facts import (
     TTFT_S,
     live_promise,
 )
+from controller.policy.haste import unhurried_s, unhurried_tokens
 from controller.policy.on_time import (
+    NOTHING_SAVED,
     Outlook,
     drain_s,
     late_set,
@@ -58,7 +61,9 @@ class Judged(NamedTuple):
 
     `head` is the work that `curve` was predicted for. `predicted_ttft_s` counts from arrival.
     `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the most prompt tokens
-    that a step may hold. `verdicts` holds what was decided about requests that are refused or
+    that a step may hold; `own_tokens` of them are worth steps that streams bank for (0: every step
+    may as well hold some). `unhurried` is what a step computes while nobody is in a hurry
+    (`haste.py`). `verdicts` holds what was decided about requests that are refused or
     degraded, by id; `new` are the indices of those who have heard nothing yet.
     """
 
@@ -68,6 +73,8 @@ class Judged(NamedTuple):
     lower_tokens: int
     head: PrefillLoad
     curve: LatencyCurve
+    own_tokens: int
+    unhurried: int | None
     verdicts: dict[str, Admission]
     new: list[int]
 
@@ -162,6 +169,25 @@ def judge_queue(
         behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
         kept_s = float(done_s[~is_late].max(initial=0.0))
         done_s = np.where(is_late, kept_s + behind_s, done_s)
+    steered_s = curve.steered_s(config.upper_share)
+    own_tokens, unhurried = 0, None
+    if pacing.is_paced:
+        rate = sustained_rate(curve, steered_s, np.array([pacing.period_s]), NOTHING_SAVED)
+        own_tokens = int(rate.tokens[0]) if rate.is_alternating[0] else 0
+    # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
+    # is to be taken then.
+    if not own_tokens and delays_s is None and intake.is_roomy(len(queue)):
+        aim_s = queue.arrived_at - now + first_aims_s(queue, config)
+        unhurried = unhurried_tokens(
+            curve,
+            queue.remaining,
+            np.where(is_late, math.inf, left_s),
+            aim_s,
+            config,
+            is_paced=pacing.is_paced,
+        )
+        if unhurried is not None:
+            done_s = unhurried_s(curve, unhurried, queue.remaining, done_s, aim_s)
     ttft_s = now + done_s - queue.arrived_at
     if has_late:
         is_idle = not view.running and not view.preempted and len(queue) == 1
@@ -185,7 +211,16 @@ def judge_queue(
         queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
         left_s = np.where(is_late, math.inf, queue.deadline_at - now)
     lower = demanded_tokens(curve, queue.remaining, left_s)
-    return Judged(queue, is_late, ttft_s, lower, head, curve, verdicts, new)
+    return Judged(queue, is_late, ttft_s, lower, head, curve, own_tokens, unhurried, verdicts, new)
+
+
+def first_aims_s(queue: PrefillQueue, config: PolicyConfig) -> FloatArray:
+    """Return when first tokens are aimed at while nobody is in a hurry, in seconds after arrival:
+    `patience` of the way to the paced deadline, `patience_s` at most.
+    """
+    allowed_s = config.patience * (queue.deadline_at - queue.arrived_at)
+    aims_s: FloatArray = np.minimum(allowed_s, config.patience_s)
+    return aims_s
 
 
 def _drained(

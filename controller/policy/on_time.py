@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from controller.policy.alternating import sustained_rate
 from controller.policy.budget import LatencyCurve, made_safe
 from controller.policy.facts import IntArray, greatest
 from controller.policy.ordering import BoolArray, PrefillQueue
@@ -22,6 +23,7 @@ from costmodel.features import NUM_FEATURES, FloatArray
 
 # Chunks that are smaller gain nothing on an idle server: every step costs its floor.
 _LEAST_CHUNK = 128
+NOTHING_SAVED = np.zeros(1)
 
 
 class Outlook(NamedTuple):
@@ -52,10 +54,10 @@ def drain_s(
     """Predict when the ordered queue is done at the rate that the decodes allow.
 
     Returns seconds of work per request (n,) and seconds from now until each is done (n,). The rate
-    beside request k is that of the largest budget whose steered latency keeps the period of the
-    running decodes and of all requests before k, which will be decoding by then; `quota_rate`
-    tokens per second where not even one token fits. Each stream that ends leaves its share of the
-    step, and its claim to a period, to the prompts.
+    beside request k is the best one that keeps the period of the running decodes and of all
+    requests before k, which will be decoding by then (`alternating.py`); `quota_rate` tokens per
+    second where there is none. Each stream that ends leaves its share of the step, and its claim to
+    a period, to the prompts.
     """
     steered_s = curve.steered_s(upper_share)
     if not outlook.ends_s.size:
@@ -69,12 +71,11 @@ def drain_s(
     free_s = 0.0
     for start, stop in stretches:
         period_s = np.minimum(outlook.periods_s, before_s[start])
-        saved_s = num_ended * outlook.relief_s
-        budget = np.interp(period_s + saved_s, steered_s, curve.tokens)
-        step_s = np.interp(budget, curve.tokens, curve.mean_s) - saved_s
+        saved_s: FloatArray = np.multiply(num_ended, outlook.relief_s, dtype=np.float64)
+        rate = sustained_rate(curve, steered_s, period_s, saved_s)
+        budget = rate.tokens
         is_open = budget >= 1.0
-        token_s = np.where(is_open, step_s / np.maximum(budget, 1.0), 1.0 / quota_rate)
-        token_s = np.maximum(token_s, 1e-12)
+        token_s = np.maximum(np.where(is_open, rate.token_s, 1.0 / quota_rate), 1e-12)
         # Tokens that can be computed before each change of the rate, once those before are done.
         from_s = np.maximum(starts_s, free_s)
         reached = np.zeros(from_s.size)
@@ -106,10 +107,10 @@ def _drain_still(
     before_s, stretches = _stretches(queue, period_s)
     free_s = 0.0
     for start, stop in stretches:
-        budget = float(np.interp(before_s[start], steered_s, curve.tokens))
+        rate = sustained_rate(curve, steered_s, before_s[start : start + 1], NOTHING_SAVED)
+        budget = float(rate.tokens[0])
         is_open = budget >= 1.0
-        step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
-        token_s = max(step_s / budget if is_open else 1.0 / quota_rate, 1e-12)
+        token_s = max(float(rate.token_s[0]) if is_open else 1.0 / quota_rate, 1e-12)
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
         np.multiply(queue.remaining[start:stop], token_s, out=work_s[start:stop])
         end_s = free_s + wanted * token_s

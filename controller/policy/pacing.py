@@ -40,7 +40,8 @@ class Pacing(NamedTuple):
     streams (both the gap limit without decodes). `decode_s` and `decode_upper_s` are the mean and
     the upper bound of a step without prefill, `empty_s` the mean of one without decodes too.
     `tightest_id` and `slack_s` name the tightest stream that has a target; `is_gap_limited` says
-    that a gap limit, not a target, set `limit_s`. `holds_periods` is False for a planner that lets
+    that a gap limit, not a target, set `limit_s`. `banked_s` is `limit_s` where every stream spends
+    all that it has in hand of its mean. `holds_periods` is False for a planner that lets
     nobody's pace bound its steps.
     """
 
@@ -55,6 +56,7 @@ class Pacing(NamedTuple):
     slack_s: float | None
     is_gap_limited: bool
     holds_periods: bool = True
+    banked_s: float = 0.0
 
     @property
     def is_paced(self) -> bool:
@@ -98,7 +100,7 @@ def pace_decodes(
     pace = config.pace
     period_s = pace * gap_limit_s
     earliest_at = upper_at = now + gap_limit_s
-    paced_at, tightest_id = math.inf, None
+    paced_at, spent_at, tightest_id = math.inf, math.inf, None
     if num:
         requests = decodes.requests
         # A decode has emitted a token; a view that knows no instant of it counts from now.
@@ -121,12 +123,13 @@ def pace_decodes(
             next_at = last_at + paced_s
             first_at = _instants([request.first_token_at for request in streams], last_at)
             num_output = decodes.num_output[places]
+            tpot_s = decodes.facts[TPOT_S, places]
+            saved_s = first_at + num_output * (pace * tpot_s) - next_at
+            # What an end-to-end target leaves is shared anew at every token: nothing to spend.
+            saved_s = np.maximum(np.where(tpot_s <= target_s, saved_s, 0.0), 0.0)
+            spent_at = least(next_at + saved_s)
             if config.bank > 0.0:
-                tpot_s = decodes.facts[TPOT_S, places]
-                banked_s = first_at + num_output * (pace * tpot_s) - next_at
-                # What an end-to-end target leaves is shared anew at every token: nothing to spend.
-                banked_s = np.where(tpot_s <= target_s, banked_s, 0.0)
-                next_at += config.bank * np.maximum(banked_s, 0.0)
+                next_at += config.bank * saved_s
             even_at = first_at + num_output * target_s
             worst_at = worst_due_at(even_at, last_at, target_s, config.upper_pace)
             upper_at = min(upper_at, least(np.maximum(worst_at, next_at)))
@@ -146,6 +149,7 @@ def pace_decodes(
         tightest_id=tightest_id,
         slack_s=None if tightest_id is None else paced_at - now,
         is_gap_limited=gap_at < paced_at,
+        banked_s=min(gap_at, spent_at) - now,
     )
 
 

@@ -127,16 +127,9 @@ class SloPlanner:
                 config,
                 self._cost_model,
             )
-            within = most_tokens_within(
-                self._cost_model,
-                load,
-                judged.head,
-                judged.curve,
-                pacing.limit_s,
-                pacing.upper_share,
-            )
+            within = self._within(judged, load, pacing)
             is_probe = False
-            if within == 0 and view.step_no % config.probe_period == 0:
+            if within == 0 and not judged.own_tokens and view.step_no % config.probe_period == 0:
                 within = probed_tokens(judged.curve, pacing.limit_s, view.block_size)
                 is_probe = within > 0
             seated = seat(view, judged, ledger, intake, running, within, room, config)
@@ -162,6 +155,18 @@ class SloPlanner:
         """Return until when the step may last."""
         num_expected = self._names.each(self._lengths.expected, running.facts)
         return pace_decodes(now, running, num_expected, self._config, self._cost_model)
+
+    def _within(self, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> int:
+        """N⁺ over the head of the queue."""
+        own_tokens = min(judged.own_tokens, judged.head.num_tokens)
+        model, head, curve = self._cost_model, judged.head, judged.curve
+        if own_tokens == 0:
+            return most_tokens_within(
+                model, decodes, head, curve, pacing.limit_s, pacing.upper_share
+            )
+        # The mean and the upper bound end while every stream's own mean keeps its pace.
+        within = most_tokens_within(model, decodes, head, curve, pacing.banked_s, 1.0)
+        return own_tokens if within >= own_tokens else 0
 
     def _drain_s(self, num_tokens: int) -> float:
         """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""
@@ -239,9 +244,7 @@ class SloPlanner:
         curve = judged.curve
         if not head.begins(judged.head):
             curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
-            within = most_tokens_within(
-                self._cost_model, decodes, head, curve, pacing.limit_s, pacing.upper_share
-            )
+            within = self._within(judged._replace(head=head, curve=curve), decodes, pacing)
         upper = min(most, within)
         if upper == 0:
             # Nothing fits. Without streams to protect a block is computed all the same; with
@@ -251,7 +254,11 @@ class SloPlanner:
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
         backlog = int(judged.queue.remaining.sum())
+        if judged.own_tokens:
+            # What was banked for is taken as a whole.
+            return Budget(upper, lower, upper, "decode_slack")
         wanted = wanted_tokens(
+            judged.unhurried,
             curve,
             judged.queue.remaining,
             judged.left_s(view.now),

@@ -23,8 +23,8 @@ class PolicyConfig:
     Budget: `token_budget` caps the tokens of one step (None = the engine's own cap only);
     `knee_share` is the share of the best prompt tokens per second that a light load asks of a step,
     `stream_knee_share` that beside streams with token promises while everybody who waits has a
-    deadline: their prompts are to be done within `patience` of the time left, `patience_s` seconds
-    at most;
+    deadline: their first tokens are aimed at `patience` of the way from arrival to the paced
+    deadline, at `patience_s` seconds at the latest;
     `drain_steps` is the number of steps in which the queued prompt work should be done, so that a
     growing queue moves the budget to N⁺ (math.inf = never for the queue's sake); `split_threshold`
     is the prompt length in tokens up to which a prompt is not split; `exploration` is the share of
@@ -64,8 +64,8 @@ class PolicyConfig:
     token_budget: int | None = None
     knee_share: float = 0.9
     stream_knee_share: float = 0.4
-    patience: float = 0.6
-    patience_s: float = 2.0
+    patience: float = 0.8
+    patience_s: float = 1.0
     drain_steps: float = 8.0
     split_threshold: int = 32
     exploration: float = 0.01

@@ -9,11 +9,16 @@ import pytest
 
 from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, candidate_tokens
 from controller.policy.budget import latency_curve as predicted
-from controller.policy.haste import nearly_free_tokens, wanted_tokens
+from controller.policy.haste import (
+    nearly_free_tokens,
+    unhurried_s,
+    unhurried_tokens,
+    wanted_tokens,
+)
 from controller.policy.settings import PolicyConfig
 from tests.controller.policy.doubles import LinearCostModel
 
-CONFIG = PolicyConfig(patience=0.5, patience_s=4.0, stream_knee_share=0.1, knee_share=0.9)
+CONFIG = PolicyConfig(stream_knee_share=0.1, knee_share=0.9)
 UPPER = 2048
 
 
@@ -26,32 +31,37 @@ def line() -> LatencyCurve:
 
 def wanted(
     work: list[float],
-    left_s: list[float],
+    aim_s: list[float],
     *,
     lower: int = 0,
     upper: int = UPPER,
     is_paced: bool = True,
 ) -> int:
+    """Deadlines are a second after what first tokens are aimed at."""
+    curve, left_s = line(), np.array(aim_s) + 1.0
+    unhurried = unhurried_tokens(
+        curve, np.array(work), left_s, np.array(aim_s), CONFIG, is_paced=is_paced
+    )
     return wanted_tokens(
-        line(), np.array(work), np.array(left_s), lower, upper, CONFIG, is_paced=is_paced
+        unhurried, curve, np.array(work), left_s, lower, upper, CONFIG, is_paced=is_paced
     )
 
 
-def test_deadlines_are_met_within_a_share_of_the_time_left_in_short_steps() -> None:
-    # 1,000 tokens in 0.5 s of the one second left: 0.1 s of work and 0.4 s of fixed parts.
-    num = wanted([1000.0], [1.0])
+def test_first_tokens_come_when_they_are_aimed_at_in_short_steps() -> None:
+    # 1,000 tokens in half a second: 0.1 s of work and 0.4 s of fixed parts.
+    num = wanted([1000.0], [0.5])
     assert 20 <= num <= 40
-    # Twice the time halves the hurry, up to `patience_s`.
-    assert wanted([1000.0], [2.0]) < num
-    assert wanted([4000.0], [8.0]) == wanted([4000.0], [60.0])
-    # As the time runs out, more is wanted.
-    assert wanted([1000.0], [0.4]) > num
-    assert wanted([1000.0], [0.1]) == UPPER
+    # Twice the time halves the hurry.
+    assert wanted([1000.0], [1.0]) < num
+    # As the time runs out more is wanted, and all that fits once it has.
+    assert wanted([1000.0], [0.2]) > num
+    assert wanted([1000.0], [0.05]) == UPPER
+    assert wanted([1000.0], [-0.5]) == UPPER
 
 
-def test_every_deadline_of_the_queue_counts_with_the_work_before_it() -> None:
-    alone = wanted([500.0, 4000.0], [2.0, 8.0])
-    assert wanted([500.0, 4000.0], [2.0, 2.0]) > alone
+def test_every_aim_of_the_queue_counts_with_the_work_before_it() -> None:
+    alone = wanted([500.0, 4000.0], [1.0, 4.0])
+    assert wanted([500.0, 4000.0], [1.0, 1.0]) > alone
 
 
 def test_small_steps_end_where_they_cost_too_much_of_the_rate() -> None:
@@ -83,6 +93,12 @@ def test_what_a_floor_gives_away_is_taken() -> None:
     mean_s = np.maximum(0.05, 1e-4 * tokens)
     floor = LatencyCurve(tokens, mean_s, mean_s)
     # Up to 510 tokens cost no more than 2 % beyond the floor.
-    assert nearly_free_tokens(floor, 10, 1024) == 362
-    assert nearly_free_tokens(floor, 10, 300) == 300
-    assert nearly_free_tokens(floor, 900, 1024) == 900
+    assert nearly_free_tokens(floor, 10) == 362
+    assert nearly_free_tokens(floor, 900) == 900
+
+
+def test_what_is_told_is_when_short_steps_get_there_if_that_is_before_the_aim() -> None:
+    work, could_s = np.array([100.0, 300.0, 600.0]), np.array([0.02, 0.05, 0.9])
+    # 64 tokens in 16.4 ms: 2, 7 and 16 steps.
+    told_s = unhurried_s(line(), 64, work, could_s, np.array([1.0, 0.08, 1.0]))
+    assert told_s.tolist() == pytest.approx([0.0328, 0.08, 0.9])
