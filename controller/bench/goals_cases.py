@@ -25,6 +25,8 @@ from costmodel.features import StepFeatures
 DEFAULT_REQUESTS: Final = 1000
 DEFAULT_START_S: Final = 600.0
 MIX: Final[Mix] = (("chat", 50.0), ("code", 30.0), ("batch", 20.0))
+# In an overload the top class must be able to fit: a paid tier, beside a majority that can wait.
+OVERLOAD_MIX: Final[Mix] = (("chat", 20.0), ("code", 30.0), ("batch", 50.0))
 WEIGHTS: Final = {"chat": 16.0, "code": 4.0, "batch": 1.0}
 TOP_CLASS: Final = "chat"
 # Seconds and seconds per token.
@@ -87,10 +89,12 @@ class Case:
         return rate / self.base_rate
 
     def weighted(self) -> Case:
-        """Return the case with the weights of an overload."""
-        config = self.scene.config
+        """Return the case with the shares and weights of an overload."""
+        scene, config = self.scene, self.scene.config
         classes = tuple(replace(each, weight=WEIGHTS[each.name]) for each in config.classes)
-        return replace(self, scene=replace(self.scene, config=replace(config, classes=classes)))
+        source = replace(scene.source, mix=OVERLOAD_MIX)
+        scene = replace(scene, source=source, config=replace(config, classes=classes))
+        return replace(self, scene=scene)
 
 
 def steady_cases(inputs: Inputs) -> list[Case]:
