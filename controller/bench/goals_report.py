@@ -200,8 +200,8 @@ def _details(goal: str, study: Study) -> Iterator[str]:
         yield calm_table(study.calm)
     if goal == "G3" and study.overload:
         yield (
-            "From the knee of the table under G1 to twice as much, means over seeds; here 20 % chat,"
-            " 30 % code and 50 % batch, with weights 16, 4 and 1:"
+            "From the knee of the table under G1 to twice as much, means over seeds; here 20 %"
+            " chat, 30 % code and 50 % batch, with weights 16, 4 and 1:"
         )
         yield overload_table(study.overload)
 
