@@ -31,7 +31,9 @@ class SlackGreedyPlanner(BaselinePlanner):
     """The largest chunk whose mean fits `slack_factor` times the decodes' slack; prompts by
     deadline blended with shortest remaining.
 
-    Slack is what a stream has banked: the deadline Dₙ of its next token less now. A prompt's key is
+    Slack is what a stream has banked: the deadline Dₙ of its next token less now, counted from the
+    first token as TPOT is judged (from T on, as published, whoever was early would keep every Dₙ
+    and miss p). A prompt's key is
     its first-token deadline plus `alpha_s` seconds per remaining token; one that would miss its
     deadline if it were served next is relegated behind the others. That is once and for all without
     a memory: who is late if served next is later still if not. ValueError names the argument.
@@ -114,7 +116,11 @@ def _banked_slack_s(request: RequestView, now: float) -> float:
     promise = live_promise(request)
     if promise is None:
         return math.inf
-    return promise.token_deadline_at(request.num_output_tokens + 1) - now
+    due_at = promise.token_deadline_at(request.num_output_tokens + 1)
+    if promise.slo.tpot_s is not None and promise.first_token_at is not None:
+        even_at = promise.first_token_at + request.num_output_tokens * promise.slo.tpot_s
+        due_at = min(due_at, even_at)
+    return due_at - now
 
 
 def _token_target_s(request: RequestView) -> float:
