@@ -117,6 +117,21 @@ def test_the_queue_drains_at_the_rate_that_the_decodes_allow() -> None:
     assert busy == pytest.approx(3 * 0.5 + 0.3)
 
 
+@pytest.mark.parametrize("period_s", [0.05, 0.11, 0.5])
+@pytest.mark.parametrize("tight_s", [None, 0.08, 0.3])
+def test_a_rate_that_never_changes_drains_like_one_that_changes_too_late(
+    period_s: float, tight_s: float | None
+) -> None:
+    requests = [
+        waiting("a", 400, slo=Slo(ttft_s=9.0, tpot_s=tight_s)),
+        waiting("b", 90, at=0.1, slo=Slo(ttft_s=9.0, tpot_s=0.2)),
+        waiting("c", 1000, at=0.2),
+    ]
+    never = curve_and_queue(*requests, outlook=Outlook.still(period_s))
+    late = Outlook(np.array([1e6]), np.array([period_s, period_s]), 0.0)
+    assert never == pytest.approx(curve_and_queue(*requests, outlook=late))
+
+
 def test_those_before_slow_the_rate_once_they_decode() -> None:
     pace = CONFIG.pace
     tight = waiting("a", 400, slo=Slo(ttft_s=9.0, tpot_s=0.3 / pace))
