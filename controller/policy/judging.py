@@ -17,7 +17,7 @@ from controller.policy.admission import (
     verdict_on_pace,
     verdicts_on_kept,
 )
-from controller.policy.alternating import sustained_rate
+from controller.policy.alternating import may_alternate, sustained_rate
 from controller.policy.budget import (
     DecodeLoad,
     LatencyCurve,
@@ -169,9 +169,9 @@ def judge_queue(
         behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
         kept_s = float(done_s[~is_late].max(initial=0.0))
         done_s = np.where(is_late, kept_s + behind_s, done_s)
-    steered_s = curve.steered_s(config.upper_share)
     own_tokens, unhurried = 0, None
-    if pacing.is_paced:
+    if pacing.is_paced and may_alternate(curve):
+        steered_s = curve.steered_s(config.upper_share)
         rate = sustained_rate(curve, steered_s, np.array([pacing.period_s]), NOTHING_SAVED)
         own_tokens = int(rate.tokens[0]) if rate.is_alternating[0] else 0
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time

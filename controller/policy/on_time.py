@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.alternating import sustained_rate
+from controller.policy.alternating import may_alternate, sustained_rate
 from controller.policy.budget import LatencyCurve, made_safe
 from controller.policy.facts import IntArray, greatest
 from controller.policy.ordering import BoolArray, PrefillQueue
@@ -106,11 +106,11 @@ def _drain_still(
     work_s, done_s = np.empty(total.size), np.empty(total.size)
     before_s, stretches = _stretches(queue, period_s)
     free_s = 0.0
+    is_uneven = may_alternate(curve)
     for start, stop in stretches:
-        rate = sustained_rate(curve, steered_s, before_s[start : start + 1], NOTHING_SAVED)
-        budget = float(rate.tokens[0])
+        token_s, budget = _steady_rate(curve, steered_s, float(before_s[start]), is_uneven)
         is_open = budget >= 1.0
-        token_s = max(float(rate.token_s[0]) if is_open else 1.0 / quota_rate, 1e-12)
+        token_s = max(token_s if is_open else 1.0 / quota_rate, 1e-12)
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
         np.multiply(queue.remaining[start:stop], token_s, out=work_s[start:stop])
         end_s = free_s + wanted * token_s
@@ -122,6 +122,17 @@ def _drain_still(
             end_s += np.where(rest >= 1.0, np.maximum(rest_s, 0.0), 0.0)
         done_s[start:stop] = end_s
     return work_s, done_s
+
+
+def _steady_rate(
+    curve: LatencyCurve, steered_s: FloatArray, period_s: float, is_uneven: bool
+) -> tuple[float, float]:
+    """Return `sustained_rate` for one period: seconds per token and tokens per step."""
+    if is_uneven:
+        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED)
+        return float(rate.token_s[0]), float(rate.tokens[0])
+    budget = float(np.interp(period_s, steered_s, curve.tokens))
+    return float(np.interp(budget, curve.tokens, curve.mean_s)) / max(budget, 1.0), budget
 
 
 def _stretches(queue: PrefillQueue, first_s: float) -> tuple[FloatArray, list[tuple[int, int]]]:

@@ -84,7 +84,8 @@ def stream(last_at: float, **targets: Any) -> EngineView:
 
 
 def test_slack_greedy_spends_all_that_a_stream_has_banked() -> None:
-    # The second token is due 0.5 s after the first: 0.4 s are left, times 1.2: 0.11 + 0.001·N = 0.48.
+    # The second token is due 0.5 s after the first; 0.4 s are left, times 1.2: 0.11 + 0.001·N =
+    # 0.48.
     step = plan("slack-greedy", stream(9.9, tpot_s=0.5))
     assert 360 <= sizes(step)["p"] <= 370
     # An early first token does not make the others later: D₂ = 10.2 + 0.5 would be kept, p not.
