@@ -176,9 +176,8 @@ def _machine(
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests")
         if isinstance(settings.get(name), int)
     }
-    listed = (row for row in reader.model_snapshots() if row["run_id"] == run["run_id"])
-    kept = next(listed, None)
-    found = None if kept is None else reader.model_snapshot(kept["key"])
+    # This run's own: under the same key another run may have stored a later one.
+    found = reader.newest_model(run["run_id"])
     if found is None:
         return None, limits
     steps = reader.steps(run_id=run["run_id"], limit=1).rows

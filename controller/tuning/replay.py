@@ -72,13 +72,13 @@ def read_run(reader: TelemetryReader, run_id: str, max_requests: int | None = No
         what = "no run with requests" if run_id == LATEST else f"no requests of a run {run_id!r}"
         raise ReplayError(f"{what} in the database")
     steps = reader.steps(run_id=run["run_id"], limit=1).rows
-    keys = [r["key"] for r in reader.model_snapshots(limit=_PAGE) if r["run_id"] == run["run_id"]]
-    snapshot = reader.model_snapshot(keys[0]) if keys else None
+    # This run's own: under the same key another run may have stored a later one.
+    snapshot = reader.newest_model(run["run_id"])
     return RunRows(
         run,
         requests[:max_requests],
         steps[0]["num_blocks_total"] if steps else None,
-        keys[0] if keys else None,
+        None if snapshot is None else snapshot["key"],
         None if snapshot is None else snapshot["document"],
     )
 

@@ -89,6 +89,24 @@ def test_a_stored_run_is_read_with_its_promises_and_its_machine(tmp_path: Path) 
     reader.close()
 
 
+def test_a_later_run_under_the_same_key_does_not_lend_its_machine(tmp_path: Path) -> None:
+    url = stored(tmp_path, *lives())
+    later = dump_model(fit_prior([]), KEY)
+    writer = TelemetryWriter.open(url, make_run(run_id="run-b", started_at=9**9), VirtualClock())
+    writer.start()
+    for record in (
+        arrived(1, 60.0, run_id="run-b"),
+        make_snapshot(1, run_id="run-b", at=2**42, key=asdict(KEY), document=later),
+    ):
+        assert writer.offer(record)
+    writer.close()
+    reader = TelemetryReader.open(url)
+    own, other = (read_run(reader, run).machine for run in ("run-a", "run-b"))
+    reader.close()
+    assert own is not None
+    assert own != other
+
+
 def test_an_unknown_or_empty_run_is_refused(tmp_path: Path) -> None:
     reader = TelemetryReader.open(stored(tmp_path))
     with pytest.raises(StoredRunError, match="no run 'other' is stored; the newest are: run-a"):

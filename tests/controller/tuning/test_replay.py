@@ -115,6 +115,17 @@ def test_the_same_rows_make_the_same_task(url: str) -> None:
     assert sum(each.workload.num_requests for each in (fewer.tuning[0], fewer.held_out[0])) == 10
 
 
+def test_a_later_run_under_the_same_key_does_not_lend_its_machine(url: str) -> None:
+    write(url, *requests(), snapshot())
+    later = {**snapshot("run-b").document, "of": "run-b"}
+    newer = make_snapshot(1, run_id="run-b", at=2**42, key=asdict(KEY), document=later)
+    write(url, newer, run_id="run-b", started_at=2000)
+    with reading(url) as reader:
+        rows = read_run(reader, "run-a")
+    assert rows.document == snapshot().document
+    assert rows.key == asdict(KEY)
+
+
 def test_the_latest_run_is_the_newest_that_has_requests(url: str) -> None:
     write(url, *requests(), started_at=1000)
     write(url, *(make_request(f"r{i}", run_id="run-b") for i in range(3)),
