@@ -46,7 +46,7 @@ from controller.policy.settings import PolicyConfig
 GOALS: Final = ("g1", "g1b", "g2", "g3", "g6", "curve")
 STUDY_FORMAT: Final = 1
 _FAMILIES: Final = {
-    "g1": ("edf", "fcfs", "slack-greedy", "smallest-feasible", A_DEFAULT),
+    "g1": ("edf", "fcfs", "slack-greedy", "slack-greedy-even", "smallest-feasible", A_DEFAULT),
     "g1b": ("edf-shed",),
     "g3": ("fcfs",),
     "curve": ("edf-shed", "edf", "fcfs", *VARIANTS, A_DEFAULT),

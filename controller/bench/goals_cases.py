@@ -27,7 +27,8 @@ DEFAULT_START_S: Final = 600.0
 MIX: Final[Mix] = (("chat", 50.0), ("code", 30.0), ("batch", 20.0))
 # In an overload the top class must be able to fit: a paid tier, beside a majority that can wait.
 OVERLOAD_MIX: Final[Mix] = (("chat", 20.0), ("code", 30.0), ("batch", 50.0))
-WEIGHTS: Final = {"chat": 16.0, "code": 4.0, "batch": 1.0}
+# Weights stand against prompt lengths: ratios beyond those of the lengths are priorities.
+WEIGHTS: Final = {"chat": 1000.0, "code": 30.0, "batch": 1.0}
 TOP_CLASS: Final = "chat"
 # Seconds and seconds per token.
 _AZURE: Final = {"chat": (1.0, 0.05), "code": (2.0, 0.1), "batch": (60.0, 0.5)}

@@ -24,6 +24,11 @@ STATIC_FAMILIES: Final = ("fcfs", "edf", "edf-shed")
 # Baselines with a number of their own: published or default, and some around it.
 VARIANTS: Final = {
     "slack-greedy": ("slack-greedy:1.2", "slack-greedy:1", "slack-greedy:0.8"),
+    "slack-greedy-even": (
+        "slack-greedy-even:1.2",
+        "slack-greedy-even:1",
+        "slack-greedy-even:0.8",
+    ),
     "smallest-feasible": (
         "smallest-feasible:64",
         "smallest-feasible:256",
@@ -42,7 +47,7 @@ _START_OTHERS: Final = 0.6
 # No goal speaks of the others beyond the first level.
 _EVERY_LEVEL: Final = ("edf", "edf-shed")
 _G1: Final = {
-    0.9: (("edf", 1.6), ("slack-greedy", 1.8), ("fcfs", 1.9)),
+    0.9: (("edf", 1.6), ("slack-greedy", 1.8), ("slack-greedy-even", 1.8), ("fcfs", 1.9)),
     0.99: (("edf", 1.3),),
 }
 

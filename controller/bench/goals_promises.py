@@ -127,8 +127,8 @@ def extra(name: str) -> Callable[[dict[str, Any]], float | None]:
     return number
 
 
-useful = extra("useful_tokens_per_s")
-"""Reads tokens per second of requests that met every target, while the load lasts."""
+useful = extra("useful_work_per_s")
+"""Reads tokens per second computed for requests that met every target, while the load lasts."""
 
 
 def _compact(measures: dict[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _details(goal: str, study: Study) -> Iterator[str]:
     if goal == "G3" and study.overload:
         yield (
             "From the knee of the table under G1 to twice as much, means over seeds; here 20 %"
-            " chat, 30 % code and 50 % batch, with weights 16, 4 and 1:"
+            " chat, 30 % code and 50 % batch, with weights 1000, 30 and 1:"
         )
         yield overload_table(study.overload)
 
@@ -223,6 +223,9 @@ def _method() -> str:
         " 4096 tokens, then half-way to the neighbours of the best) and the numbers of slack-greedy"
         " and smallest-feasible are chosen per case and level with the first seed by the rate at"
         " which they first fail; one that comes within a point is run with all seeds too, and"
-        " the better one counts. Useful tokens are those of requests that met every target and"
-        " ended between the first quarter of the arrivals and the last."
+        " the better one counts. slack-greedy is as published, its slack counted before token"
+        " deadlines that begin at T; slack-greedy-even counts it from the first token, as promises"
+        " are judged."
+        " Useful tokens are those computed between the first quarter of the arrivals and the last"
+        " for requests that met every target in the end."
     )

@@ -7,6 +7,7 @@ gaps against their targets, useful tokens while a load lasts. Must not judge the
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -37,7 +38,8 @@ class GoalScene(Scene):
     """What the runs of one case share.
 
     Of a trace the arrival list is the same for every seed, jitter included: the seed draws classes
-    and the machine's noise. `policy` of a task may also be `slack-greedy:FACTOR` or
+    and the machine's noise. `policy` of a task may also be `slack-greedy:FACTOR`,
+    `slack-greedy-even:FACTOR` (its slack counts from the first token) or
     `smallest-feasible:TOKENS`, baselines with a number of their own.
     """
 
@@ -54,14 +56,17 @@ class GoalScene(Scene):
 
     def run(self, task: SweepTask, progress: Progress | None = None) -> SweepRow:
         """Simulate one task; raises what `simulate` raises."""
-        watches: list[DecodeWatch] = []
+        watches: list[PlanWatch] = []
+        workload = self.workload(task.load, task.seed)
+        first, last = workload.arrivals[0].at_s, workload.arrivals[-1].at_s
+        begin = first + _RAMP_SHARE * (last - first)
 
         def watched(parts: PlannerParts) -> Planner:
-            watches.append(DecodeWatch(planner_of(task.policy, parts)))
+            watches.append(PlanWatch(planner_of(task.policy, parts), begin, last))
             return watches[0]
 
         result = simulate(
-            self.workload(task.load, task.seed),
+            workload,
             watched,
             self.hardware,
             replace(self.config, seed=task.seed),
@@ -70,7 +75,11 @@ class GoalScene(Scene):
         )
         measures = measure(result, self.hardware).to_json()
         extra = bounds_of(result.requests, self.config.planner)
-        measures[EXTRA] = extra | {"longest_skip": watches[0].longest_skip}
+        useful = watches[0].useful_tokens_per_s(result.requests)
+        measures[EXTRA] = extra | {
+            "longest_skip": watches[0].longest_skip,
+            "useful_work_per_s": useful,
+        }
         return SweepRow(task, result.offered_rate, measures, result.event_hash, result.wall_s)
 
     def key(self, task: SweepTask) -> str:
@@ -82,22 +91,27 @@ class GoalScene(Scene):
 def planner_of(policy: str, parts: PlannerParts) -> Planner:
     """Return the planner called `policy`; ValueError if there is none."""
     name, _, number = policy.partition(":")
-    if number and name == "slack-greedy":
-        return SlackGreedyPlanner(parts.cost_model, slack_factor=float(number))
+    if number and name in ("slack-greedy", "slack-greedy-even"):
+        return SlackGreedyPlanner(
+            parts.cost_model, slack_factor=float(number), is_even=name.endswith("even")
+        )
     if number and name == "smallest-feasible":
         return SmallestFeasiblePlanner(parts.cost_model, min_tokens=int(number))
     return make_planner(policy, parts.cost_model, parts.output_lengths, parts.config)
 
 
-class DecodeWatch:
-    """Wraps a planner and counts the plans in a row that leave out a stream that is decoding.
+class PlanWatch:
+    """Wraps a planner; counts the plans in a row that leave out a stream that is decoding, and the
+    tokens that are computed for each request in the seconds [`begin`, `end`).
 
-    A stream that a plan preempts is not running any more, and not counted.
+    A stream that a plan preempts is not running any more, and not counted as left out.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, begin: float, end: float) -> None:
         self._planner = planner
+        self._begin, self._end = begin, end
         self._skips: dict[str, int] = {}
+        self._tokens: Counter[str] = Counter()
         self.longest_skip = 0
 
     def plan(self, view: EngineView) -> StepPlan:
@@ -109,7 +123,22 @@ class DecodeWatch:
         if skipped or self._skips:
             self._skips = {each: self._skips.get(each, 0) + 1 for each in skipped}
             self.longest_skip = max(self.longest_skip, *self._skips.values(), 0)
+        if self._begin <= view.now < self._end:
+            for work in plan.work:
+                self._tokens[work.request_id] += work.num_tokens
         return plan
+
+    def useful_tokens_per_s(self, requests: Sequence[SimulatedRequest]) -> float:
+        """Return the tokens per second that were computed in that time for requests that met every
+        target in the end.
+
+        Work, not answers: what may wait a minute is deferred by an overload, and ends later than
+        the arrivals do. What is computed again after a preemption counts again.
+        """
+        if self._end <= self._begin:
+            return 0.0
+        kept = (str(each.index) for each in requests if each.is_kept)
+        return sum(self._tokens[each] for each in kept) / (self._end - self._begin)
 
 
 def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dict[str, Any]:
@@ -118,7 +147,7 @@ def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dic
     `wait_share`: the longest wait over its bound, max(`max_age_factor`·T, `min_max_age_s`).
     `most_overtaken`: of any request, how many later arrivals of its class started before it did, or
     before it gave up. `gap_share_p99`, `gap_share_max`: over served requests, the longest gap over
-    the TPOT target (None without one). `useful_tokens_per_s`: see the function of that name.
+    the TPOT target (None without one).
     """
     waits = [
         each.wait_s / max(config.max_age_factor * each.ttft_target_s, config.min_max_age_s)
@@ -135,21 +164,7 @@ def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dic
         "most_overtaken": most_overtaken(requests),
         "gap_share_p99": float(np.percentile(gaps, 99)) if gaps else None,
         "gap_share_max": max(gaps, default=None),
-        "useful_tokens_per_s": useful_tokens_per_s(requests),
     }
-
-
-def useful_tokens_per_s(requests: Sequence[SimulatedRequest]) -> float:
-    """Return prompt and output tokens per second of requests that met every target, while it lasts.
-
-    Those that ended after the first quarter of the time of arrivals and before the last arrival: a
-    queue that is drained afterwards would count for a rate that was offered for a shorter time.
-    """
-    first, last = requests[0].arrived_at, max(each.arrived_at for each in requests)
-    begin = first + _RAMP_SHARE * (last - first)
-    kept = (each for each in requests if each.is_kept and begin <= each.ended_at <= last)
-    num_tokens = sum(each.num_prompt_tokens + each.num_output_tokens for each in kept)
-    return num_tokens / (last - begin) if last > begin else 0.0
 
 
 def most_overtaken(requests: Sequence[SimulatedRequest]) -> int:

@@ -31,16 +31,21 @@ class SlackGreedyPlanner(BaselinePlanner):
     """The largest chunk whose mean fits `slack_factor` times the decodes' slack; prompts by
     deadline blended with shortest remaining.
 
-    Slack is what a stream has banked: the deadline Dₙ of its next token less now, counted from the
-    first token as TPOT is judged (from T on, as published, whoever was early would keep every Dₙ
-    and miss p). A prompt's key is
-    its first-token deadline plus `alpha_s` seconds per remaining token; one that would miss its
-    deadline if it were served next is relegated behind the others. That is once and for all without
-    a memory: who is late if served next is later still if not. ValueError names the argument.
+    Slack is what a stream has banked: the deadline Dₙ of its next token less now. With `is_even` it
+    is counted from the first token, as TPOT is judged: Dₙ counts from T at the earliest, so that a
+    stream that was early keeps every Dₙ and misses p. A prompt's key is its first-token deadline
+    plus `alpha_s` seconds per remaining token; one that would miss its deadline if it were served
+    next is relegated behind the others. That is once and for all without a memory: who is late if
+    served next is later still if not. ValueError names the argument.
     """
 
     def __init__(
-        self, cost_model: CostModel, slack_factor: float = 1.2, alpha_s: float = 0.008
+        self,
+        cost_model: CostModel,
+        slack_factor: float = 1.2,
+        alpha_s: float = 0.008,
+        *,
+        is_even: bool = False,
     ) -> None:
         if not (math.isfinite(slack_factor) and slack_factor > 0.0):
             raise ValueError(f"slack_factor must be a positive number, got {slack_factor}")
@@ -50,6 +55,7 @@ class SlackGreedyPlanner(BaselinePlanner):
         self._cost_model = cost_model
         self._slack_factor = slack_factor
         self._alpha_s = alpha_s
+        self._is_even = is_even
 
     def _choose(
         self,
@@ -68,7 +74,8 @@ class SlackGreedyPlanner(BaselinePlanner):
             return (is_relegated, deadline_at + self._alpha_s * remaining, remaining, arrived_at)
 
         order = (*view.preempted, *sorted((*prefills, *waiting), key=key))
-        slack_s = min((_banked_slack_s(request, view.now) for request in decodes), default=math.inf)
+        slacks = (_banked_slack_s(request, view.now, is_even=self._is_even) for request in decodes)
+        slack_s = min(slacks, default=math.inf)
         load, curve = _predict(self._cost_model, decodes, order, room)
         upper = most_tokens_within(
             self._cost_model, _decode_load(decodes), load, curve, self._slack_factor * slack_s, 0.0
@@ -112,14 +119,14 @@ class SmallestFeasiblePlanner(BaselinePlanner):
         return PromptBudget(order, min(upper, max(lower, self._min_tokens)), lower, upper)
 
 
-def _banked_slack_s(request: RequestView, now: float) -> float:
+def _banked_slack_s(request: RequestView, now: float, *, is_even: bool) -> float:
     promise = live_promise(request)
     if promise is None:
         return math.inf
     due_at = promise.token_deadline_at(request.num_output_tokens + 1)
-    if promise.slo.tpot_s is not None and promise.first_token_at is not None:
-        even_at = promise.first_token_at + request.num_output_tokens * promise.slo.tpot_s
-        due_at = min(due_at, even_at)
+    first_at, tpot_s = promise.first_token_at, promise.slo.tpot_s
+    if is_even and tpot_s is not None and first_at is not None:
+        due_at = min(due_at, first_at + request.num_output_tokens * tpot_s)
     return due_at - now
 
 

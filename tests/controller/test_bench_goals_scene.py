@@ -10,10 +10,9 @@ import pytest
 from controller.bench.goals_cases import Inputs, steady_cases
 from controller.bench.goals_scene import (
     EXTRA,
-    DecodeWatch,
     GoalScene,
+    PlanWatch,
     most_overtaken,
-    useful_tokens_per_s,
 )
 from controller.simulation.hardware import A100_8B
 from controller.simulation.records import SimulatedRequest
@@ -56,6 +55,7 @@ def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
             "slack-greedy",
             "slack-greedy:1.2",
             "slack-greedy:0.8",
+            "slack-greedy-even:0.8",
             "smallest-feasible",
             "smallest-feasible:64",
             "smallest-feasible:1024",
@@ -64,7 +64,7 @@ def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
 
     assert rows["slack-greedy"] == rows["slack-greedy:1.2"]
     assert rows["smallest-feasible"] == rows["smallest-feasible:64"]
-    assert len(set(rows.values())) == 4
+    assert len(set(rows.values())) == 5
     with pytest.raises(ValueError, match="policy"):
         scene.run(SweepTask("slowest", 1.0, 0))
 
@@ -88,7 +88,7 @@ class Scripted:
 
 
 def test_skipped_decodes_are_counted_in_a_row() -> None:
-    watch = DecodeWatch(Scripted("ab", "a", "a", "ab", "b", "ab"))
+    watch = PlanWatch(Scripted("ab", "a", "a", "ab", "b", "ab"), 0.0, 0.0)
     running: Any = [FakeRequest("a"), FakeRequest("b"), FakeRequest("prompt", is_decoding=False)]
     view = EngineView(0.0, 0, (), running, (), 1, 1, 16, 64, 4, 64, 4)
 
@@ -119,15 +119,16 @@ def test_overtaking_counts_later_ones_of_the_class_that_started_first() -> None:
     assert most_overtaken(requests[5:]) == 0
 
 
-def test_useful_tokens_are_those_of_kept_promises_while_the_load_lasts() -> None:
-    tokens = {"num_prompt_tokens": 90, "num_output_tokens": 10, "attained": True}
+def test_useful_tokens_are_computed_for_kept_promises_while_the_load_lasts() -> None:
+    watch = PlanWatch(Scripted("01", "01", "01", "012", "012"), 2.0, 8.0)
+    view = EngineView(0.0, 0, (), (), (), 1, 1, 16, 64, 4, 64, 4)
+    for now in (1.9, 2.0, 5.0, 7.9, 8.0):
+        watch.plan(replace(view, now=now))
     requests = [
-        request(0, 0.0, 0.0, ended_at=1.9, **tokens),
-        request(1, 1.0, 0.0, ended_at=2.0, **tokens),
-        request(2, 2.0, 0.0, ended_at=8.0, **tokens),
-        request(3, 3.0, 0.0, ended_at=7.0, **(tokens | {"attained": False})),
-        request(4, 8.0, 0.0, ended_at=8.1, **tokens),
+        request(0, 0.0, 0.0, attained=True),
+        request(1, 0.0, 0.0, attained=False),
+        # Best effort that was served; one that ended long after the load.
+        request(2, 7.0, 0.0, attained=None, ended_at=99.0),
     ]
-    # Between 2 s and 8 s two have ended in time.
-    assert useful_tokens_per_s(requests) == pytest.approx(200 / 6.0)
-    assert useful_tokens_per_s(requests[:1]) == 0.0
+    assert watch.useful_tokens_per_s(requests) == pytest.approx((3 + 1) / 6.0)
+    assert PlanWatch(Scripted(), 1.0, 1.0).useful_tokens_per_s(requests) == 0.0
