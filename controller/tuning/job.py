@@ -54,7 +54,8 @@ class Comparison:
 
     `differences` are attainments by weight, after − before, scene by scene. `verdict` is `better`
     where their mean exceeds its standard error and no guard of the objective is overstepped,
-    `worse` where a guard is or the mean is below minus its standard error, else `unclear`.
+    `worse` where a guard is or the mean is below minus its standard error, else `unclear`: so is
+    a single scene without harm, whatever it shows.
     """
 
     before: tuple[Outcome, ...]
@@ -82,8 +83,8 @@ class Comparison:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean; 0 for a single value, whose spread nobody knows."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    """Return the standard error of a mean; infinite for one value, whose spread nobody knows."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def search(

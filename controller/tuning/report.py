@@ -85,7 +85,8 @@ def statement(search: Search, comparison: Comparison) -> str:
     numbers = (
         f"On the held-out part the settings keep {after:.1%} of the promises by weight, the"
         f" shipped defaults {before:.1%}: {_points(difference.mean)} points,"
-        f" {_points(difference.min)} to {_points(difference.max)} over {num_scenes} scenes."
+        f" {_points(difference.min)} to {_points(difference.max)} over {num_scenes}"
+        f" scene{'' if num_scenes == 1 else 's'}."
     )
     if comparison.harms and difference.mean > 0.0:
         harms = ", ".join(f"{name} by {excess:.1%}" for name, excess in comparison.harms.items())
@@ -93,6 +94,8 @@ def statement(search: Search, comparison: Comparison) -> str:
     if comparison.verdict is Verdict.WORSE:
         return f"{numbers} Worse than the defaults: what was found does not carry over."
     if comparison.verdict is Verdict.UNCLEAR:
+        if num_scenes == 1:
+            return f"{numbers} Not better for sure: one scene does not tell its own uncertainty."
         return f"{numbers} Not better for sure: the difference is within its own uncertainty."
     return numbers
 

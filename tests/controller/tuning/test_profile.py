@@ -105,6 +105,7 @@ def test_a_server_gets_the_settings_in_its_own_words() -> None:
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.6, 0.7]), "keep 65.0% of the promises"),
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.6, 0.7]), r"\+10.0 to \+20.0 over 2 scenes"),
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.4, 0.7]), "Not better for sure"),
+        (search_of(0.5, 0.9), compared([0.5], [0.9]), "over 1 scene. Not better for sure: one sc"),
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.3, 0.4]), "does not carry over"),
         (search_of(0.5, 0.9), compared([0.5], [0.9], 0.5), "too much is lost in longest gap"),
         (search_of(0.9, 0.5), compared([0.9], [0.9]), "Nothing better .* holds the defaults"),
