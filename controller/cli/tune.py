@@ -34,6 +34,13 @@ _WORKLOAD, _MACHINE, _OWNER = (
     "Whose it is",
 )
 _SEARCH, _RESULT = "Search", "Result"
+# What a run or a generator's line leaves no choice of; taken silently, it would look as if it
+# counted.
+_NOT_OF_A_RUN = (
+    "trace_format", "start", "duration", "mix", "load", "slo_class", "default_slo_class", "config",
+    "max_model_len",
+)  # fmt: skip
+_NOT_OF_A_GENERATOR = ("trace_format", "held_out_share")
 
 
 def _option(panel: str, text: str, **kwargs: Any) -> Any:
@@ -49,6 +56,7 @@ class _Subject(NamedTuple):
 
 
 def tune(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of the profile.", show_default=False)],
     trace: Annotated[
         str | None, _option(_WORKLOAD, "A trace file: azure, mooncake, csv or jsonl, perhaps .gz.")
@@ -157,7 +165,10 @@ def tune(
             raise ValueError(f"--out {out}: no directory {out.parent}")  # noqa: TRY301 - one exit
         if [trace, generate, run].count(None) != 2:
             raise ValueError("give one of --trace, --generate and --run")  # noqa: TRY301 - one exit
-        settings = _settings(slo_class, default_slo_class, config, url)
+        if run is not None:
+            _refuse(context, "--run", _NOT_OF_A_RUN)
+        elif generate is not None:
+            _refuse(context, "--generate", _NOT_OF_A_GENERATOR)
         counts = {
             "seed": seed,
             "num_seeds": seeds,
@@ -172,6 +183,7 @@ def tune(
                 "start_s": start, "duration_s": duration, "max_requests": max_requests,
                 "max_model_len": max_model_len,
             }  # fmt: skip
+            settings = _settings(slo_class, default_slo_class, config, url)
             subject = _of_source(name, words, mix, hardware, settings, {**counts, "load": load})
         tuned_for = replace(
             subject.tuned_for,
@@ -219,6 +231,14 @@ def tune(
             " --device say whose it is",
             err=True,
         )
+
+
+def _refuse(context: typer.Context, source: str, names: tuple[str, ...]) -> None:
+    """ValueError names the option that was given on the command line and means nothing there."""
+    for name in names:
+        origin = context.get_parameter_source(name)
+        if origin is not None and origin.name == "COMMANDLINE":
+            raise ValueError(f"--{name.replace('_', '-')} does not apply to {source}")
 
 
 def _settings(

@@ -185,6 +185,22 @@ def test_settings_that_differ_are_shown(tmp_path: Path) -> None:
         (["x", "--trace", "nowhere.csv"], "nowhere.csv"),
         (["x", *QUICK, "--slo-class", "a:ttft=1"], "unknown key 'ttft'"),
         (["x", "--run", "latest"], "no database"),
+        *(
+            (["x", "--run", "latest", option, value], f"{option} does not apply to --run")
+            for option, value in (
+                ("--load", "2"),
+                ("--mix", "a=1"),
+                ("--slo-class", "a:ttft_ms=1"),
+                ("--default-slo-class", "default"),
+                ("--config", "x.toml"),
+                ("--max-model-len", "9"),
+                ("--start", "1"),
+                ("--duration", "1"),
+                ("--trace-format", "csv"),
+            )
+        ),
+        (["x", *QUICK, "--held-out-share", "0.4"], "--held-out-share does not apply to --generate"),
+        (["x", *QUICK, "--trace-format", "csv"], "--trace-format does not apply to --generate"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> None:
