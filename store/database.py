@@ -5,6 +5,7 @@ Owns opening and closing. Must not know a table.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,12 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 
-from store.errors import DatabaseUnavailableError, DatabaseUrlError
+from store.errors import (
+    DamagedDataError,
+    DatabaseUnavailableError,
+    DatabaseUrlError,
+    MissingDatabaseError,
+)
 from store.lockfile import WriterLock
 from store.urls import is_sqlite, mask_url, parse_url, shown_url, sqlite_path
 
@@ -116,12 +122,19 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Yield a connection in one short snapshot; SQL errors become DatabaseUnavailableError."""
+        """Yield a connection in one short snapshot; SQL errors become DatabaseUnavailableError, a
+        cell that is no JSON DamagedDataError.
+        """
         try:
             with self.engine.begin() as connection:
                 yield connection
         except (SQLAlchemyError, UnicodeError) as error:
             raise DatabaseUnavailableError(f"cannot read {self.shown}: {brief(error)}") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            # Parsed by the driver's side as rows are fetched, so inside this block.
+            raise DamagedDataError(
+                f"{self.shown} is damaged: a cell holds no JSON ({brief(error)})"
+            ) from error
 
     def close(self) -> None:
         """Close every connection and give the lock back."""
@@ -139,7 +152,7 @@ def brief(error: BaseException) -> str:
 
 def _require_file(path: Path) -> None:
     if not path.is_file():
-        raise DatabaseUnavailableError(
+        raise MissingDatabaseError(
             f"no database at {path}: start the server, or run `paceline db upgrade`"
         )
 

@@ -23,6 +23,14 @@ class DatabaseUnavailableError(StoreError):
     """The database cannot be reached or read right now."""
 
 
+class MissingDatabaseError(DatabaseUnavailableError):
+    """There is no such SQLite file: nobody has written anything yet."""
+
+
+class DamagedDataError(StoreError):
+    """A stored cell does not hold what was written there: JSON that ends too early, say."""
+
+
 class SchemaError(StoreError):
     """The tables are missing, too old or too new; the message names the command to type."""
 

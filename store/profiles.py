@@ -1,7 +1,7 @@
 """`ProfileStore`: tuned profiles and the trials behind them, kept and found again by name.
 
-Owns the SQL of both tables and which profile of a model is active. Must not know what a setting
-means: a profile's document arrives as JSON, already checked.
+Owns the SQL of both tables and which profile of a model on a device is active. Must not know what a
+setting means: a profile's document arrives as JSON, already checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProfileRecord:
     """One profile. `created_at` is epoch milliseconds UTC; `document` is its whole JSON form.
 
     `model` and `device` say whom it was tuned for (None = nobody in particular). `is_active` says
-    that servers of that model take it unless they are told otherwise.
+    that servers of that model on that device take it unless they are told otherwise.
     """
 
     name: str
@@ -107,11 +107,10 @@ class ProfileStore:
         found = self._read(select(tables.profile).where(_PROFILE.name == name))
         return found[0] if found else None
 
-    def active(self, model: str) -> ProfileRecord | None:
-        """Return the active profile of a model, or None."""
+    def active(self, model: str) -> tuple[ProfileRecord, ...]:
+        """Return the active profiles of a model, one per device at most, the newest first."""
         query = select(tables.profile).where(_PROFILE.model == model, _PROFILE.is_active)
-        found = self._read(query)
-        return found[0] if found else None
+        return self._read(query.order_by(_PROFILE.created_at.desc(), _PROFILE.name))
 
     def trials(self, study: str) -> tuple[TrialRecord, ...]:
         """Return a study's trials in their order."""
@@ -139,7 +138,7 @@ class ProfileStore:
 
         def write(connection: Connection) -> None:
             if profile.is_active:
-                _deactivate(connection, profile.model)
+                _deactivate(connection, profile.model, profile.device)
             connection.execute(delete(tables.profile).where(_PROFILE.name == profile.name))
             connection.execute(insert(tables.profile), [asdict(profile)])
             for study in {trial.study for trial in trials}:
@@ -150,15 +149,17 @@ class ProfileStore:
         self._write(write)
 
     def activate(self, name: str) -> bool:
-        """Make a profile the active one of its model; False if there is none of that name."""
+        """Make a profile the active one of its model on its device; False if there is none of that
+        name.
+        """
 
         def write(connection: Connection) -> bool:
             found = connection.execute(
-                select(_PROFILE.model).where(_PROFILE.name == name)
+                select(_PROFILE.model, _PROFILE.device).where(_PROFILE.name == name)
             ).one_or_none()
             if found is None:
                 return False
-            _deactivate(connection, found[0])
+            _deactivate(connection, *found)
             connection.execute(
                 update(tables.profile).where(_PROFILE.name == name).values(is_active=True)
             )
@@ -201,9 +202,9 @@ def _has_tables(connection: Connection) -> bool:
     return inspect(connection).has_table(tables.tune_trial.name)
 
 
-def _deactivate(connection: Connection, model: str | None) -> None:
+def _deactivate(connection: Connection, model: str | None, device: str | None) -> None:
     connection.execute(
         update(tables.profile)
-        .where(_PROFILE.model == model, _PROFILE.is_active)
+        .where(_PROFILE.model == model, _PROFILE.device == device, _PROFILE.is_active)
         .values(is_active=False)
     )

@@ -103,7 +103,8 @@ def activate(name: NameArgument, url: DbOption = DEFAULT_DB_URL) -> None:
             store.save(found.to_record(is_active=True))
         else:
             store.activate(found.name)
-    typer.echo(f"servers of {found.tuned_for.model} start with {found.name} from now on")
+    owner = found.tuned_for
+    typer.echo(f"servers of {owner.model} on {owner.device} start with {found.name} from now on")
     if found.judged.verdict != "better":
         typer.echo(f"paceline: warning: {found.judged.statement}", err=True)
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,15 +26,13 @@ import typer
 from controller.cli.banner import banner, status_line
 from controller.cli.options import with_settings
 from controller.cli.progress import CurrentStderr, StartupProgress
-from controller.config import Settings, SettingsError, load_settings
-from controller.tuning.lookup import find_profile
-from controller.tuning.profile import ProfileError
+from controller.cli.serve_settings import SettingsChoice, settings_to_serve
+from controller.config import Settings, SettingsError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from controller.runtime.service import Service
-    from controller.runtime.tuned_for import TunedFor
     from controller.runtime.wiring import Runtime
 
 EXIT_HUNG = 1
@@ -69,9 +67,10 @@ def serve(
     if model is not None:
         flags["model"] = model
     try:
-        settings, tuned_for = _settings(flags, config)
+        choices = settings_to_serve(flags, config, _warn)
     except SettingsError as error:
         _fail(str(error))
+    settings = choices[0][0]
     if print_settings:
         typer.echo(json.dumps(settings.to_json(), indent=2))
         return
@@ -85,7 +84,7 @@ def serve(
     os.environ.setdefault("TQDM_DISABLE", "1")
     with contextlib.closing(listener):
         try:
-            failure = asyncio.run(_serve(settings, listener, tuned_for))
+            failure = asyncio.run(_serve(choices, listener))
         except _HungError as error:
             _leave(str(error), EXIT_HUNG)
     if failure == _STOPPED_LOADING:
@@ -110,19 +109,8 @@ def _say_error(message: str) -> None:
     print(f"paceline: error: {message}", file=sys.stderr, flush=True)
 
 
-def _settings(flags: dict[str, Any], config: Path | None) -> tuple[Settings, TunedFor | None]:
-    """Return the settings, and whom their profile belongs to; SettingsError says what is wrong."""
-    settings = load_settings(flags, config)
-    try:
-        profile = find_profile(settings.profile, settings.db, settings.model_name)
-    except ProfileError as error:
-        raise SettingsError(f"--profile: {error}") from error
-    if profile is None:
-        return settings, None
-    refusal = profile.tuned_for.refusal(settings.model_name)
-    if refusal is not None:
-        raise SettingsError(f"--profile: {refusal}")
-    return load_settings(flags, config, profile.server_values()), profile.tuned_for
+def _warn(message: str) -> None:
+    print(f"paceline: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str) -> typing.NoReturn:
@@ -148,14 +136,13 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(
-    settings: Settings, listener: socket.socket, tuned_for: TunedFor | None
-) -> str | None:
+async def _serve(choices: Sequence[SettingsChoice], listener: socket.socket) -> str | None:
     """Answer at once, load, serve until a signal, stop in order; returns why it could not start."""
     import uvicorn
 
     from controller.api.door import Door
 
+    settings = choices[0][0]
     door = Door()
     event_loop = asyncio.get_running_loop()
     service: Service | None = None
@@ -192,7 +179,7 @@ async def _serve(
     while not (server.started or serving.done()):  # noqa: ASYNC110 - uvicorn offers no event
         # A signal is ours only once the server has begun; before, it would end the process unheard.
         await asyncio.sleep(0)
-    loading = _load(settings, tuned_for)
+    loading = _load(choices)
     await asyncio.wait(
         (asyncio.ensure_future(serving), loading), return_when=asyncio.FIRST_COMPLETED
     )
@@ -220,7 +207,7 @@ async def _serve(
     return None
 
 
-def _load(settings: Settings, tuned_for: TunedFor | None) -> asyncio.Future[Runtime | str]:
+def _load(choices: Sequence[SettingsChoice]) -> asyncio.Future[Runtime | str]:
     """Build the runtime on a thread of its own; the future holds it, or why there is none.
 
     A daemon thread: a signal while loading must not wait for the weights.
@@ -239,7 +226,8 @@ def _load(settings: Settings, tuned_for: TunedFor | None) -> asyncio.Future[Runt
         result: Runtime | str
         try:
             with StartupProgress() as progress:
-                result = build_runtime(settings, progress, tuned_for)
+                (settings, tuned_for), *otherwise = choices
+                result = build_runtime(settings, progress, tuned_for, otherwise)
         except StartupError as error:
             result = str(error)
         except BaseException as error:

@@ -114,6 +114,10 @@ def tune(
         str | None,
         _option(_OWNER, "Device, as a server's banner names it: `cpu (2 threads)` (the run's)."),
     ] = None,
+    source: Annotated[
+        str | None,
+        _option(_OWNER, "What that server loads, where it goes by another name (the run's)."),
+    ] = None,
     knob: Annotated[
         list[str] | None, _option(_SEARCH, "Search only this setting, repeatable (default: all).")
     ] = None,
@@ -189,6 +193,9 @@ def tune(
             subject.tuned_for,
             model=model or subject.tuned_for.model,
             device=device or subject.tuned_for.device,
+            # The run's source goes with the run's name: another name means other weights, unless
+            # somebody says what they are.
+            source=source or (None if model else subject.tuned_for.source),
         )
         task = subject.task
         with Study.open(

@@ -13,7 +13,9 @@ class TunedFor:
     """A profile's name and the server that it belongs to.
 
     None leaves a part open; `model` and `device` must be given for any server to take it. `device`,
-    `dtype` and `attention_backend` are the server's own names, as its banner shows them.
+    `dtype` and `attention_backend` are the server's own names, as its banner shows them. `source`
+    is what the model is loaded from, as the server was told (None = its name says that too): a
+    server can give any weights any name.
     """
 
     profile: str
@@ -21,6 +23,7 @@ class TunedFor:
     device: str | None = None
     dtype: str | None = None
     attention_backend: str | None = None
+    source: str | None = None
 
     def refusal(
         self,
@@ -28,6 +31,7 @@ class TunedFor:
         device: str | None = None,
         dtype: str | None = None,
         attention_backend: str | None = None,
+        source: str | None = None,
     ) -> str | None:
         """Return why a server of that model may not take the profile, and what to do; None if it
         may. What the server does not know yet is not compared.
@@ -39,6 +43,7 @@ class TunedFor:
             )
         server = {
             "model": (self.model, model),
+            "model source": (self.source or self.model, source),
             "device": (self.device, device),
             "dtype": (self.dtype, dtype),
             "attention backend": (self.attention_backend, attention_backend),

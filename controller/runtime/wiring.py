@@ -5,6 +5,7 @@ Owns the order of start-up and shutdown. Must not parse flags or speak HTTP.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from store.writer import TelemetryWriter
 if TYPE_CHECKING:
     from engine.device.loading import LoadedEngine
 
+_LOGGER = logging.getLogger("paceline")
+
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what comes next)."""
 
@@ -83,20 +86,23 @@ class Runtime:
 
 
 def build_runtime(
-    settings: Settings, progress: Progress, tuned_for: TunedFor | None = None
+    settings: Settings,
+    progress: Progress,
+    tuned_for: TunedFor | None = None,
+    otherwise: Sequence[tuple[Settings, TunedFor | None]] = (),
 ) -> Runtime:
     """Load, warm up and wire everything; the loop's thread is started. StartupError says why not.
 
     The database comes first: a wrong URL should not cost the loading of a model. `tuned_for` is
-    whom the profile belongs to that the settings were taken from.
+    whom the profile belongs to that the settings were taken from; if this engine may not take it,
+    the first of `otherwise` is used that it may.
     """
     try:
         migrate(settings.db)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
     engine = _load(settings, progress)
-    if tuned_for is not None:
-        _check_owner(tuned_for, settings, engine)
+    settings, tuned_for = _first_fitting(engine, [(settings, tuned_for), *otherwise])
     clock = MonotonicClock()
     config = _engine_config(settings, engine)
     try:
@@ -228,12 +234,30 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         raise StartupError(str(error)) from error
 
 
-def _check_owner(tuned_for: TunedFor, settings: Settings, engine: LoadedEngine) -> None:
-    refusal = tuned_for.refusal(
-        settings.model_name, engine.device_name, engine.dtype, engine.attention_backend
-    )
-    if refusal is not None:
-        raise StartupError(f"--profile: {refusal}")
+def _first_fitting(
+    engine: LoadedEngine, choices: Sequence[tuple[Settings, TunedFor | None]]
+) -> tuple[Settings, TunedFor | None]:
+    """Return the first settings whose profile the engine may take; StartupError without any.
+
+    Settings without a profile fit, and whoever reaches them is told what was left out.
+    """
+    refusals: list[str] = []
+    for settings, tuned_for in choices:
+        refusal = None
+        if tuned_for is not None:
+            refusal = tuned_for.refusal(
+                settings.model_name,
+                engine.device_name,
+                engine.dtype,
+                engine.attention_backend,
+                settings.model,
+            )
+        if refusal is None:
+            for left_out in refusals if tuned_for is None else ():
+                _LOGGER.warning("an active profile is left out: %s", left_out)
+            return settings, tuned_for
+        refusals.append(refusal)
+    raise StartupError(f"--profile: {refusals[0]}")
 
 
 def _host_kv_bytes(swap_space: float | None) -> int:
@@ -295,16 +319,17 @@ def _start_model(
         shapes = sweep_shapes(config)
 
     def time_steps(chosen: Sequence[SweepShape]) -> list[Sample]:
-        return run_sweep(engine.runner, config, clock, _count(chosen, progress))
+        try:
+            return run_sweep(engine.runner, config, clock, _count(chosen, progress))
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise StartupError(
+                f"a warm-up step failed ({type(error).__name__}: {text}): lower"
+                " --kv-cache-memory-bytes or --max-num-batched-tokens if the device is out of"
+                " memory"
+            ) from error
 
-    try:
-        return start_model(reader, key, shapes, time_steps)
-    except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise StartupError(
-            f"a warm-up step failed ({type(error).__name__}: {text}): lower"
-            " --kv-cache-memory-bytes or --max-num-batched-tokens if the device is out of memory"
-        ) from error
+    return start_model(reader, key, shapes, time_steps)
 
 
 def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepShape]:

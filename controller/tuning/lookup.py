@@ -1,20 +1,20 @@
-"""Which profile a server or a command means: a name in the database, a file, or the active one.
+"""Which profile a server or a command means: a name in the database, a file, or the active ones.
 
-Owns that order. Must not write.
+Owns where they are found. Must not write.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from controller.tuning.profile import (
-    NO_PROFILE,
     BudgetProfile,
     ProfileError,
     is_file_name,
     read_profile,
 )
-from store.errors import StoreError
+from store.errors import MissingDatabaseError, StoreError
 from store.profiles import ProfileRecord, ProfileStore
 
 
@@ -22,27 +22,35 @@ class MissingProfileError(ProfileError):
     """There is no profile of that name."""
 
 
-def find_profile(asked: str | None, url: str, model: str) -> BudgetProfile | None:
-    """Return the profile that a server of `model` over the database `url` starts with.
+@dataclass(frozen=True, slots=True)
+class ActiveProfiles:
+    """Profiles of a model that are active, one per device, and what is wrong with others."""
 
-    `asked` is a name in the database, a YAML file, `none`, or None: then it is the model's active
-    one, if there is a database that has one. ProfileError says what is wrong with what was found,
-    or that nothing was.
+    profiles: tuple[BudgetProfile, ...]
+    problems: tuple[str, ...]
+
+
+def active_profiles(url: str, model: str) -> ActiveProfiles:
+    """Return the active profiles of a model, the newest first.
+
+    Nothing raises: nobody asked for them. Without an SQLite file there is nothing to tell, since a
+    first start makes it.
     """
-    if asked == NO_PROFILE:
-        return None
-    if asked is not None:
-        return named_profile(asked, url)
     try:
         with ProfileStore.open_reader(url) as store:
-            record = store.active(model)
-    except StoreError:
-        # Nobody asked: whatever is wrong with the database is told by who opens it for writing.
-        return None
-    try:
-        return None if record is None else _of_record(record)
-    except ProfileError as error:
-        raise ProfileError(f"{error}; serve with --profile {NO_PROFILE}") from error
+            records = store.active(model)
+    except MissingDatabaseError:
+        return ActiveProfiles((), ())
+    except StoreError as error:
+        return ActiveProfiles((), (str(error),))
+    profiles: list[BudgetProfile] = []
+    problems: list[str] = []
+    for record in records:
+        try:
+            profiles.append(_of_record(record))
+        except ProfileError as error:
+            problems.append(str(error))
+    return ActiveProfiles(tuple(profiles), tuple(problems))
 
 
 def named_profile(asked: str, url: str) -> BudgetProfile:

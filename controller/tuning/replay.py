@@ -120,7 +120,8 @@ def task_of_run(
         max_tokens=int(statistics.median_high(row["max_tokens"] for row in rows.requests)),
     )
     dtype = None if rows.key is None else rows.key.get("dtype")
-    owner = TunedFor(name, run["model"], run["device"], dtype, run["attention_backend"])
+    source = (run["settings"] or {}).get("model")
+    owner = TunedFor(name, run["model"], run["device"], dtype, run["attention_backend"], source)
     return ReplayedRun(task, run["run_id"], owner)
 
 

@@ -154,7 +154,7 @@ def test_a_running_server_keeps_the_row_out_and_the_file_is_written(
     assert "not in the database" in result.stderr
     assert "paceline profile activate ./mine.yaml" in " ".join(result.stderr.split())
     said = run("profile", "activate", "./mine.yaml")
-    assert "servers of demo start with mine" in said.output
+    assert "servers of demo on cpu (2 threads) start with mine" in said.output
     # One trial finds nothing, and whoever activates it is told.
     assert "Nothing better" in said.stderr
     assert json.loads(run("serve", "--print-settings").output)["profile"] == "mine"
@@ -210,17 +210,51 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> 
     assert names in line
 
 
-def test_a_damaged_active_profile_stops_the_start_and_says_how_to_do_without(url: str) -> None:
+def test_a_damaged_active_profile_is_told_and_stops_nobody_who_did_not_ask_for_it(url: str) -> None:
     run("tune", "mine", *QUICK, *OWNER, "--trials", "1")
     with ProfileStore.open_writer(url) as store:
         record = store.profile("mine")
         assert record is not None
         document = {**record.document, "settings": {"pase": 1}}
         store.save(replace(record, document=document, is_active=True))
-    refused = run("serve", "--print-settings", code=2).stderr
-    assert "profile 'mine' in the database: settings.pase: no such setting" in refused
-    assert "serve with --profile none" in refused
-    run("serve", "--profile", "none", "--print-settings")
+    started = run("serve", "--print-settings")
+    assert json.loads(started.stdout)["profile"] is None
+    assert "warning: the active profile is left out: profile 'mine' in the" in started.stderr
+    assert "settings.pase: no such setting" in started.stderr
+    assert "settings.pase" in run("serve", "--profile", "mine", "--print-settings", code=2).stderr
+    assert run("serve", "--profile", "none", "--print-settings").stderr == ""
+
+
+def test_a_database_that_cannot_be_read_is_told(url: str, tmp_path: Path) -> None:
+    assert run("serve", "--print-settings").stderr == ""
+    (tmp_path / "p.db").write_text("dear diary, " * 99)
+    started = run("serve", "--print-settings")
+    assert "warning: the active profile is left out: cannot read" in started.stderr
+    assert json.loads(started.stdout)["profile"] is None
+
+
+def test_a_profile_is_for_the_weights_that_it_was_tuned_for_whatever_they_are_called(
+    tmp_path: Path,
+) -> None:
+    run("tune", "mine", *QUICK, *OWNER, "--trials", "1")
+    other = ["serve", "./other", "--served-model-name", "demo", "--print-settings"]
+    refused = run(*other, "--profile", "mine.yaml", code=2).stderr
+    assert "belongs to model source 'demo', this server's is './other'" in refused
+    run("profile", "activate", "mine")
+    started = run(*other)
+    assert "left out: profile 'mine' belongs to model source 'demo'" in started.stderr
+    assert json.loads(started.stdout)["profile"] is None
+    run("tune", "its", *QUICK, *OWNER, "--source", "./other", "--trials", "1")
+    assert read_profile(tmp_path / "its.yaml").tuned_for.source == "./other"
+    assert json.loads(run(*other, "--profile", "its").stdout)["profile"] == "its"
+
+
+def test_a_profile_under_another_policy_is_told_to_mean_little(tmp_path: Path) -> None:
+    run("tune", "mine", *QUICK, *OWNER, "--trials", "1")
+    served = ["serve", "--profile", "mine", "--print-settings"]
+    assert "warning" not in run(*served).stderr
+    said = run(*served, "--policy", "static").stderr
+    assert "profile 'mine' was tuned for --policy slo; under 'static' most of its" in said
 
 
 def test_an_interruption_of_the_first_trial_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

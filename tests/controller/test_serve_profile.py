@@ -36,7 +36,7 @@ def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Setti
     runtime = build_runtime(settings, SILENT)
     device = runtime.engine.device_name
     runtime.close()
-    owner = TunedFor("mine", "tiny", device, "float32", "reference")
+    owner = TunedFor("mine", "tiny", device, "float32", "reference", settings.model)
     runtime = build_runtime(settings, SILENT, owner)
     try:
         assert runtime.engine_config.max_num_seqs == 7
@@ -50,3 +50,26 @@ def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Setti
         build_runtime(settings, SILENT, replace(owner, device="cuda (another)"))
     with pytest.raises(StartupError, match="belongs to attention backend 'flash_attn'"):
         build_runtime(settings, SILENT, replace(owner, attention_backend="flash_attn"))
+    with pytest.raises(StartupError, match="belongs to model source 'demo'"):
+        build_runtime(settings, SILENT, replace(owner, source="demo"))
+
+
+def test_a_profile_that_nobody_asked_for_gives_way_to_one_that_fits_or_to_the_defaults(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = settings.model_copy(update={"max_num_seqs": 5})
+    other = TunedFor("gpu", "tiny", "cuda (another)", source=settings.model)
+    runtime = build_runtime(settings, SILENT, other, [(plain, None)])
+    device = runtime.engine.device_name
+    runtime.close()
+    assert runtime.engine_config.max_num_seqs == 5
+    assert runtime.reader.runs()[0]["profile"] is None
+    assert "profile 'gpu' belongs to device 'cuda (another)'" in caplog.text
+    caplog.clear()
+    mine = TunedFor("mine", "tiny", device, source=settings.model)
+    tuned = settings.model_copy(update={"max_num_seqs": 9})
+    runtime = build_runtime(settings, SILENT, other, [(tuned, mine), (plain, None)])
+    runtime.close()
+    assert runtime.engine_config.max_num_seqs == 9
+    # Each device has one of its own: there is nothing to warn of.
+    assert "left out" not in caplog.text

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from store import schema
 from store.database import Database
-from store.errors import DatabaseBusyError, DatabaseUnavailableError
+from store.errors import DamagedDataError, DatabaseBusyError, DatabaseUnavailableError
 from store.profiles import ProfileRecord, ProfileStore, TrialRecord
 
 
@@ -58,22 +59,25 @@ def test_trials_come_back_in_order_with_the_reason_of_those_that_failed(url: str
         assert store.trials("s") == (trial(0), trial(1, None), trial(2))
 
 
-def test_one_profile_per_model_is_active(url: str) -> None:
+def test_one_profile_per_model_and_device_is_active(url: str) -> None:
     with ProfileStore.open_writer(url) as store:
-        for each in (profile("a"), profile("b"), profile("x", model="other")):
+        elsewhere = profile("g", 9, device="cuda (X)")
+        for each in (profile("a"), profile("b"), profile("x", model="other"), elsewhere):
             store.save(each)
-        assert store.active("demo") is None
+        assert store.active("demo") == ()
         assert store.activate("a")
         assert store.activate("x")
         assert store.activate("b")
-        found = store.active("demo")
-        assert found == profile("b", is_active=True)
+        assert store.active("demo") == (profile("b", is_active=True),)
         assert [each.name for each in store.profiles() if each.is_active] == ["b", "x"]
+        assert store.activate("g")
+        assert [each.name for each in store.active("demo")] == ["g", "b"]
         store.save(profile("c", is_active=True))
-        assert [each.name for each in store.profiles() if each.is_active] == ["c", "x"]
+        assert [each.name for each in store.profiles() if each.is_active] == ["g", "c", "x"]
+        assert store.deactivate("g")
         assert store.deactivate("c")
         assert not store.deactivate("c")
-        assert store.active("demo") is None
+        assert store.active("demo") == ()
         assert not store.activate("nobody")
 
 
@@ -82,11 +86,24 @@ def test_a_database_from_before_profiles_holds_none(url: str) -> None:
     with ProfileStore.open_reader(url) as store:
         assert store.profiles() == ()
         assert store.profile("p") is None
-        assert store.active("demo") is None
+        assert store.active("demo") == ()
         assert store.trials("s") == ()
     with ProfileStore.open_writer(url) as store:
         store.save(profile())
         assert store.profile("p") == profile()
+
+
+def test_a_damaged_profile_is_told_as_a_damaged_database(sqlite_url: str) -> None:
+    with ProfileStore.open_writer(sqlite_url) as store:
+        store.save(profile(is_active=True))
+    database = Database.open_writer(sqlite_url)
+    with database.begin() as connection:
+        connection.execute(text("UPDATE profile SET document = '{\"format\":'"))
+    database.close()
+    with ProfileStore.open_reader(sqlite_url) as store:
+        for read in (store.profiles, lambda: store.profile("p"), lambda: store.active("demo")):
+            with pytest.raises(DamagedDataError, match="is damaged: a cell holds no JSON"):
+                read()
 
 
 @pytest.mark.parametrize(

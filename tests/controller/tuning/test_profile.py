@@ -211,6 +211,12 @@ def test_a_server_takes_only_what_belongs_to_it() -> None:
     assert "device 'cpu (2 threads)'" in (OWNER.refusal("demo", "cuda (X)") or "")
     assert "dtype" in (OWNER.refusal("demo", None, "bfloat16") or "")
     assert "attention backend" in (OWNER.refusal("demo", None, None, "flash_attn") or "")
+    # A name can be given to any weights.
+    assert OWNER.refusal("demo", source="demo") is None
+    assert "model source 'demo', this server's is '/x'" in (
+        OWNER.refusal("demo", source="/x") or ""
+    )
+    assert replace(OWNER, source="/x").refusal("demo", source="/x") is None
     unbound = TunedFor("free").refusal("demo")
     assert unbound is not None
     assert "--model and --device" in unbound

@@ -86,6 +86,7 @@ def test_a_run_becomes_its_arrivals_its_promises_and_its_machine(url: str) -> No
     assert replayed.tuned_for.profile == "mine"
     assert replayed.tuned_for.refusal("demo", "cpu (2 threads)", "float32", "reference") is None
     assert replayed.tuned_for.refusal("demo", "cuda (X)") is not None
+    assert replayed.tuned_for.source == SETTINGS["model"]
     first, rest = task.tuning[0].workload.arrivals, task.held_out[0].workload.arrivals
     assert len(first) + len(rest) == 20
     assert [a.at_s for a in first[:3]] == [0.0, 0.5, 1.0]
