@@ -14,9 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from costmodel.basis import MAX_FEATURE
 from costmodel.features import StepFeatures
-from costmodel.fields import read_count, read_number, read_numbers
+from costmodel.fields import SnapshotError, read_count, read_number, read_numbers
 
 MAX_LATENCY_S: Final = 3600.0
+# An hour over the least prediction, a microsecond.
+MAX_RATIO: Final = 4e9
 # Beyond this factor a lone residual is not weak evidence but none.
 OUTLIER_FACTOR: Final = 8.0
 # That many one-sided surprises in a row are a change of speed: independent outliers, 1 % of steps,
@@ -159,4 +161,6 @@ class Screen:
         screen.is_on_trial = read_number(state, "is_on_trial", path, 0.0, 1.0) == 1.0
         screen._size = read_number(state, "size", path, _MIN_SIZE, _MAX_SIZE)
         screen._run = read_numbers(state, "run", path, SHIFT_RUN)
+        if any(not 0.0 <= ratio <= MAX_RATIO for ratio in screen._run):
+            raise SnapshotError(f"{path}.run", f"must be in [0, {MAX_RATIO:g}]")
         return screen

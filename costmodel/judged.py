@@ -42,6 +42,8 @@ _AWAKE_STEP: Final = 0.02
 _AWAY_STEP: Final = 0.1
 # Prefill work is large or small against the running median of its predictions.
 _SPLIT_STEP: Final = 0.02
+# Beyond every prediction; below, moving by shares of itself cannot overflow.
+_MAX_SPLIT_S: Final = 1e30
 # A regime with as many scores lends its margin to those with fewer.
 _LENDING_SCORES: Final = 50
 _REGIMES: Final = tuple(Regime)
@@ -324,7 +326,7 @@ class JudgedPlanes(ABC):
 
         indices = [str(index) for index in range(NUM_PLANES)]
         model = cls([NonNegativePlane.restore(*part("planes", index)) for index in indices])
-        model._split_s = read_number(state, "split_s", path, low=0.0)
+        model._split_s = read_number(state, "split_s", path, 0.0, _MAX_SPLIT_S)
         presence = read_array(state, "presence", path, (NUM_PLANES,))
         if ((presence < 0.0) | (presence > 1.0)).any():
             raise SnapshotError(f"{path}.presence", "must be shares in [0, 1]")

@@ -15,13 +15,17 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Final
 
-from costmodel.fields import read_number, read_numbers
+from costmodel.fields import SnapshotError, read_number, read_numbers
 
 TARGET_COVERAGE: Final = 0.9
 MIN_COVERAGE: Final = 0.5
 MAX_COVERAGE: Final = 0.99
 MAX_SCORES: Final = 500
 PRIOR_MARGIN: Final = 0.3
+# An hour over the least prediction, a microsecond: no score of a step that taught is larger.
+MAX_SCORE: Final = 4e9
+# No prior is wider than the mean itself; those in use end at 0.55.
+MAX_PRIOR: Final = 1.0
 # Below that many scores a quantile is little more than the largest of them, and one bad first step
 # would rule for a whole burst: the margin is then read off their spread.
 _FEW_SCORES: Final = 50
@@ -174,10 +178,12 @@ class ConformalMargin:
         coverage = TARGET_COVERAGE
         if "coverage" in state:
             coverage = read_number(state, "coverage", path, MIN_COVERAGE, MAX_COVERAGE)
-        margin = cls(read_number(state, "prior", path, low=0.0), coverage)
+        margin = cls(read_number(state, "prior", path, 0.0, MAX_PRIOR), coverage)
         margin._level = read_number(state, "level", path, _MIN_LEVEL, _max_level(coverage))
         margin._scores.extend(read_numbers(state, "scores", path, MAX_SCORES))
         margin._sorted = sorted(margin._scores)
+        if margin._sorted and not -1.0 <= margin._sorted[0] <= margin._sorted[-1] <= MAX_SCORE:
+            raise SnapshotError(f"{path}.scores", f"must be in [-1, {MAX_SCORE:g}]")
         margin._is_widened = read_number(state, "is_widened", path, 0.0, 1.0) == 1.0
         recent = read_numbers(state, "recent", path, _WIDENED_STEPS)
         margin._recent.extend(value == 1.0 for value in recent)

@@ -47,6 +47,13 @@ UNTRUSTED_KEEP = 0.2
 # than it ever will: a fit has seen its samples several times.
 FIT_SAMPLES = 450
 SETTLED_AGE = 1000
+# An hour of work that was thought to take a microsecond, squared, is far below this; products of
+# such numbers are far from overflow.
+_MAX_KNOWN = 1e40
+# How far what is known may be ahead of the coefficients, as a sum of squared relative errors, and
+# as a share of all samples: a settled plane solves at every fourth one (measured: 0.1).
+_MAX_GAP_SHARE = 0.25
+_MAX_GAP = 1.0
 _PROXIMAL = 1e-9
 _LOWER = np.zeros(NUM_BASIS)
 _LOWER[0] = MIN_INTERCEPT_S
@@ -183,13 +190,26 @@ class NonNegativePlane:
         coefficients = read_array(state, "coefficients", path, (NUM_BASIS,))
         if (coefficients < _LOWER).any():
             raise SnapshotError(f"{path}.coefficients", "a coefficient is below its bound")
+        if (coefficients > MAX_COEFFICIENT_S).any():
+            raise SnapshotError(f"{path}.coefficients", f"one is above {MAX_COEFFICIENT_S:g}")
         plane = cls(coefficients)
         plane._num_samples = read_count(state, "num_samples", path)
         plane._num_total = read_count(state, "num_total", path)
         plane._information = read_array(state, "information", path, (NUM_BASIS, NUM_BASIS))
         plane._moment = read_array(state, "moment", path, (NUM_BASIS,))
+        for name, stored in (("information", plane._information), ("moment", plane._moment)):
+            if (np.abs(stored) > _MAX_KNOWN).any():
+                raise SnapshotError(f"{path}.{name}", f"a number is beyond {_MAX_KNOWN:g}")
         if (plane._information != plane._information.T).any():
             raise SnapshotError(f"{path}.information", "is not symmetric")
         if np.linalg.eigvalsh(plane._information)[0] <= 0.0:
             raise SnapshotError(f"{path}.information", "is not positive definite")
+        plane._solve()
+        gap = plane.coefficients - coefficients
+        is_bounded = bool(plane.coefficients.max() <= 2.0 * MAX_COEFFICIENT_S)
+        known = float(coefficients @ plane._information @ coefficients)
+        # What is known must say what is believed, or the first sample throws the belief away.
+        if not is_bounded or gap @ plane._information @ gap > _MAX_GAP_SHARE * known + _MAX_GAP:
+            raise SnapshotError(f"{path}.moment", "does not belong to the coefficients")
+        plane._set(coefficients)
         return plane

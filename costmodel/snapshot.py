@@ -65,8 +65,19 @@ def load_model(document: object, key: SnapshotKey) -> StoredModel:
     """Rebuild a model from `dump_model`'s document: the same predictions, and the same future.
 
     SnapshotError names the field: another format, an unknown kind, a key that differs, a number
-    that is missing, not finite or out of its range.
+    that is missing, not finite or out of its range. No document whatsoever raises anything else.
     """
+    try:
+        return _load(document, key)
+    except SnapshotError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        # What is stored is not ours to trust; a part that nobody thought of must not stop a server.
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        raise SnapshotError("snapshot", problem) from error
+
+
+def _load(document: object, key: SnapshotKey) -> StoredModel:
     if not isinstance(document, Mapping):
         raise SnapshotError("snapshot", f"must be an object, got {type(document).__name__}")
     if document.get("format") != SNAPSHOT_FORMAT:
@@ -78,6 +89,6 @@ def load_model(document: object, key: SnapshotKey) -> StoredModel:
             problem = f"is {stored.get(name)!r}, this engine's is {value!r}"
             raise SnapshotError(f"key.{name}", problem)
     kind = document.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise SnapshotError("kind", f"must be one of {sorted(_KINDS)}, got {kind!r}")
     return _KINDS[kind](read_mapping(document, "state", "snapshot"), "state")

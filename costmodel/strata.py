@@ -13,14 +13,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from costmodel.basis import MAX_FEATURE
 from costmodel.features import NUM_FEATURES, FloatArray, Regime, StepFeatures
-from costmodel.fields import SnapshotError, read_array, read_count
+from costmodel.fields import MAX_COUNT, SnapshotError, read_array, read_count, read_numbers
 
 # Tokens of a step by powers of two: 1, 2-3, 4-7 ... and everything beyond 2^14 together.
 _MAGNITUDES: Final = 16
 _REGIMES: Final = tuple(Regime)
 NUM_STRATA: Final = len(_REGIMES) * _MAGNITUDES
 STRATUM_SAMPLES: Final = 48
+# What is kept is rescaled with every change of speed, so it may leave the range of what is learnt;
+# squares of this are still far from overflow.
+_MAX_KEPT_S: Final = 1e30
 
 
 class Samples(NamedTuple):
@@ -87,19 +91,29 @@ class StratifiedWindow:
         """Rebuild from `state()`; SnapshotError names the field below `path` that is wrong."""
         window = cls()
         window._num_added = read_count(state, "num_added", path)
-        window._seen = [int(seen) for seen in read_array(state, "seen", path, (NUM_STRATA,))]
-        count = len(state.get("slots", ()))
-        slots = read_array(state, "slots", path, (count,)).astype(np.int64)
-        is_inside = (slots >= 0) & (slots < window._numbers.size)
-        if not is_inside.all() or np.unique(slots).size != count or min(window._seen) < 0:
+        seen = read_array(state, "seen", path, (NUM_STRATA,))
+        if (seen < 0.0).any() or (seen > MAX_COUNT).any():
+            raise SnapshotError(f"{path}.seen", f"must be counts in [0, {MAX_COUNT}]")
+        window._seen = [int(each) for each in seen]
+        places = np.array(read_numbers(state, "slots", path, window._numbers.size))
+        count = places.size
+        is_inside = (places >= 0.0) & (places < window._numbers.size) & (places % 1.0 == 0.0)
+        if not is_inside.all() or np.unique(places).size != count:
             raise SnapshotError(f"{path}.slots", "must be distinct places of the window")
+        slots = places.astype(np.int64)
         shape = (count, NUM_FEATURES) if count else (0,)
         features = read_array(state, "features", path, shape)
         window._features[slots] = features.reshape(count, NUM_FEATURES)
-        window._latency_s[slots] = read_array(state, "latency_s", path, (count,))
-        window._numbers[slots] = read_array(state, "numbers", path, (count,))
-        if (window._latency_s[slots] <= 0.0).any() or (features < 0.0).any():
-            raise SnapshotError(f"{path}.latency_s", "samples must be positive")
+        if (features < 0.0).any() or (features > MAX_FEATURE).any():
+            raise SnapshotError(f"{path}.features", f"must be in [0, {MAX_FEATURE:g}]")
+        latency_s = read_array(state, "latency_s", path, (count,))
+        if (latency_s <= 0.0).any() or (latency_s > _MAX_KEPT_S).any():
+            raise SnapshotError(f"{path}.latency_s", f"must be positive, at most {_MAX_KEPT_S:g}")
+        numbers = read_array(state, "numbers", path, (count,))
+        if (numbers < 1.0).any() or (numbers > window._num_added).any():
+            raise SnapshotError(f"{path}.numbers", "must be in [1, num_added]")
+        window._latency_s[slots] = latency_s
+        window._numbers[slots] = numbers
         return window
 
 

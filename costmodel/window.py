@@ -5,6 +5,7 @@ Owns two running sums. Must not decide anything.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,6 +13,9 @@ from typing import Any, Final
 from costmodel.fields import SnapshotError, read_count, read_number, read_numbers
 
 WINDOW_STEPS: Final = 500
+MAX_ERROR: Final = 1e6
+# A running sum of that many errors, however long it has run, is not off by more.
+_MAX_ROUNDING: Final = 1e-3
 
 
 class QualityWindow:
@@ -39,7 +43,11 @@ class QualityWindow:
         return self._num_covered / len(self._covered) if self._covered else 0.0
 
     def record(self, absolute_error: float, *, is_covered: bool) -> None:
-        """Account for one step that taught; `absolute_error` is |actual − predicted| / actual."""
+        """Account for one step that taught; `absolute_error` is |actual − predicted| / actual.
+
+        It counts up to `MAX_ERROR`: the actual may be as good as nothing.
+        """
+        absolute_error = min(absolute_error, MAX_ERROR)
         self.num_observed += 1
         self._errors.append(absolute_error)
         self._error_sum += absolute_error
@@ -70,7 +78,11 @@ class QualityWindow:
         window = cls()
         window.num_observed = read_count(state, "num_observed", path)
         window._errors.extend(read_numbers(state, "errors", path, WINDOW_STEPS))
-        window._error_sum = read_number(state, "error_sum", path)
+        if any(not 0.0 <= error <= MAX_ERROR for error in window._errors):
+            raise SnapshotError(f"{path}.errors", f"must be in [0, {MAX_ERROR:g}]")
+        total = math.fsum(window._errors)
+        low, high = total - _MAX_ROUNDING, total + _MAX_ROUNDING
+        window._error_sum = read_number(state, "error_sum", path, low, high)
         covered = read_numbers(state, "covered", path, WINDOW_STEPS)
         if any(value not in (0.0, 1.0) for value in covered):
             raise SnapshotError(f"{path}.covered", "must be zeros and ones")

@@ -7,10 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
+from controller.runtime import wiring
+from controller.runtime.learnt import learnt_costs
 from controller.runtime.snapshots import (
     CHECK_STRIDE,
     LEAST_OBSERVED,
@@ -24,9 +29,15 @@ from costmodel.refitted import RefittedLeastSquares
 from costmodel.snapshot import SnapshotKey, dump_model
 from costmodel.synthetic import TWO_CORES, synthetic_steps
 from engine.clock import VirtualClock
+from engine.config import EngineConfig
 from engine.step import StepPlan, StepReport
-from store.errors import DatabaseUnavailableError
+from store import schema
+from store.database import Database
+from store.errors import DamagedDataError, DatabaseUnavailableError
+from store.queries import TelemetryReader
 from store.records import ModelSnapshotRecord
+from tests.store.samples import make_snapshot
+from tests.store.test_snapshots import write
 
 KEY = SnapshotKey("demo", "cpu", "float32", "reference", 16, "0.1.0")
 SHAPES = sweep_plan(256, 8, 1024)
@@ -125,6 +136,10 @@ def _spoilt(path: str, value: Any) -> Any:
         (_spoilt("state.planes.0.coefficients", [-1.0] * 9), "state.planes.0.coefficients"),
         (_spoilt("state.planes.1.coefficients", [float("nan")] * 9), "not finite"),
         (_spoilt("state.planes.1.coefficients", [float("inf")] * 9), "not finite"),
+        (_spoilt("state.planes.1.coefficients", [1e308] * 9), "one is above 10000"),
+        (_spoilt("state.margins.mixed.prior", 1e308), "state.margins.mixed.prior"),
+        (_spoilt("state.version", 10**400), "state.version"),
+        (_spoilt("kind", []), "kind: must be one of"),
         ("no object", "must be an object, got str"),
         (document_of(a_model(learner=RecursiveLeastSquares)), "kind: is 'recursive_least_squares'"),
     ],
@@ -155,6 +170,60 @@ def test_a_database_that_cannot_be_read_costs_the_stored_model_only() -> None:
 
     start = start_model(Broken(), KEY, SHAPES, Machine())
     assert (start.origin, start.problem) == ("sweep", "gone")
+
+
+@pytest.mark.parametrize("bad", ['{"format":', "", "[" * 100_000])
+def test_a_stored_cell_that_is_no_json_is_told_and_the_sweep_starts(
+    tmp_path: Path, bad: str
+) -> None:
+    url = f"sqlite:///{tmp_path / 'p.db'}"
+    schema.migrate(url)
+    write(url, make_snapshot(1, key=asdict(KEY)))
+    with Database.open_writer(url).begin() as connection:
+        connection.execute(text("UPDATE model_snapshot SET document = :bad"), {"bad": bad})
+    reader = TelemetryReader.open(url)
+    start = start_model(reader, KEY, SHAPES, Machine())
+    assert start.origin == "sweep"
+    assert "is damaged: a cell holds no JSON" in (start.problem or "")
+    with pytest.raises(DamagedDataError, match="is damaged"):
+        learnt_costs(reader)
+    reader.close()
+
+
+class _Settings:
+    is_warmup_enabled = True
+
+
+def _start(reader: Any) -> Any:
+    engine: Any = SimpleNamespace(runner=None)
+    settings: Any = _Settings()
+    config = EngineConfig(
+        block_size=16, num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64
+    )
+    clock: Any = VirtualClock()
+    return wiring._start_model(settings, engine, config, clock, lambda *_: None, reader, KEY)
+
+
+def test_only_the_sweep_is_told_as_a_warm_up_step_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Buggy(Stored):
+        def model_snapshot(self, key: Mapping[str, str | int]) -> dict[str, Any] | None:
+            raise OverflowError("a bug elsewhere")
+
+    monkeypatch.setattr(wiring, "run_sweep", lambda *_: [])
+    assert _start(Stored(_spoilt("kind", []))).origin == "sweep"
+    with pytest.raises(OverflowError, match="a bug elsewhere"):
+        _start(Buggy())
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of\n memory")
+
+    monkeypatch.setattr(wiring, "run_sweep", fail)
+    with pytest.raises(
+        wiring.StartupError, match=r"a warm-up step failed \(RuntimeError: out of memory\)"
+    ):
+        _start(Stored())
 
 
 def a_report(ends_at: float) -> StepReport:

@@ -6,14 +6,18 @@ import math
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 
+from costmodel import snapshot
 from costmodel.basis import NUM_BASIS
 from costmodel.fields import SnapshotError, read_array, read_count, read_numbers
 from costmodel.prior import flat_prior
 from costmodel.recursive import RecursiveLeastSquares
 from costmodel.snapshot import SnapshotKey, dump_model, load_model
 from costmodel.synthetic import TWO_CORES, synthetic_steps
+from costmodel.window import QualityWindow
+from costmodel.windowed import WindowedRegression
 
 KEY = SnapshotKey("demo", "cpu", "float32", "reference", 16, "0.1.0")
 
@@ -85,6 +89,33 @@ def _set(document: dict[str, Any], path: str, value: Any) -> None:
         ("state.drifts.decode_only.rise", 1e9, "state.drifts.decode_only.rise"),
         ("state.windows.mixed.covered", [0.5], "state.windows.mixed.covered"),
         ("state.window.errors", [math.inf], "state.window.errors"),
+        ("kind", [], "kind"),
+        ("state.version", 10**400, "state.version"),
+        ("state.version", 2**53 + 1, "state.version"),
+        ("state.split_s", 1e308, "state.split_s"),
+        ("state.planes.0.coefficients", [10**400] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [1e308] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [2e4] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", ["1.5"] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [True] * NUM_BASIS, "state.planes.0.coefficients"),
+        ("state.planes.0.coefficients", [True, *[1.0] * 8], "state.planes.0.coefficients"),
+        ("state.planes.0.moment", [1e300] * NUM_BASIS, "state.planes.0.moment"),
+        ("state.planes.0.moment", [-1.0] * NUM_BASIS, "state.planes.0.moment"),
+        ("state.planes.0.moment", [1e30] * NUM_BASIS, "state.planes.0.moment"),
+        (
+            "state.planes.0.information",
+            [[1e300 * (i == j) for j in range(NUM_BASIS)] for i in range(NUM_BASIS)],
+            "state.planes.0.information",
+        ),
+        ("state.screens.0.run", [-1.0], "state.screens.0.run"),
+        ("state.screens.0.run", [1e308], "state.screens.0.run"),
+        ("state.margins.mixed.prior", 1e308, "state.margins.mixed.prior"),
+        ("state.margins.mixed.scores", [1e308], "state.margins.mixed.scores"),
+        ("state.margins.mixed.scores", [-5.0], "state.margins.mixed.scores"),
+        ("state.window.errors", [1e308], "state.window.errors"),
+        ("state.window.errors", [-0.1], "state.window.errors"),
+        ("state.window.error_sum", 1e30, "state.window.error_sum"),
+        ("state.window.error_sum", math.nan, "state.window.error_sum"),
     ],
 )
 def test_a_document_that_does_not_fit_is_refused_by_field(
@@ -117,6 +148,108 @@ def test_an_information_matrix_that_is_not_positive_definite_is_refused() -> Non
 def test_the_document_is_plain_json_and_loads_again() -> None:
     model = load_model(DOCUMENT, KEY)
     assert json.loads(json.dumps(dump_model(model, KEY), allow_nan=False)) == DOCUMENT
+
+
+NASTY: tuple[Any, ...] = (
+    ..., None, True, "1.5", [], {}, [None], [[[[]]]], -1, 0, 10**400, 2**64, 1e-320, 1e30, -1e30,
+    1e150, 1e308, -1e308, math.nan, -math.inf,
+)  # fmt: skip
+
+
+def _places(part: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the way to everything in a document; of a list its first and last members."""
+    members: list[Any] = []
+    if isinstance(part, dict):
+        members = list(part)
+    elif isinstance(part, list):
+        members = sorted({0, len(part) - 1} if part else ())
+    below = [each for member in members for each in _places(part[member], (*path, member))]
+    return [path, *below]
+
+
+def _replaced(part: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of a document with something else at the end of the path."""
+    if not path:
+        return None if value is ... else value
+    copied = part.copy()
+    if len(path) == 1 and value is ...:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = _replaced(part[path[0]], path[1:], value)
+    return copied
+
+
+def _memory_document() -> dict[str, Any]:
+    model = flat_prior(WindowedRegression)
+    for step in islice(synthetic_steps(TWO_CORES), 20):
+        model.observe(step.features, step.measured_s)
+    document: dict[str, Any] = json.loads(json.dumps(dump_model(model, KEY), allow_nan=False))
+    return document
+
+
+@pytest.mark.parametrize("start", [(), ("state", "memory")], ids=["all", "memory"])
+def test_whatever_stands_in_a_document_it_is_refused_or_predicts_and_learns(
+    start: tuple[str, ...],
+) -> None:
+    document = _memory_document() if start else DOCUMENT
+    part = document
+    for name in start:
+        part = part[name]
+    steps = list(islice(synthetic_steps(TWO_CORES, seed=1), 12))
+    candidates = np.array([step.features for step in steps])
+    num_refused = 0
+    for path in _places(part, start):
+        for value in NASTY:
+            try:
+                model = load_model(_replaced(document, path, value), KEY)
+            except SnapshotError:
+                num_refused += 1
+                continue
+            for step in steps[: 1 if start else 3]:
+                model.observe(step.features, step.measured_s)
+            mean_s, upper_s = model.predict(candidates)
+            assert np.isfinite(upper_s).all(), (path, value)
+            assert (mean_s > 0.0).all(), (path, value)
+            assert math.isfinite(model.quality().mape), (path, value)
+    assert num_refused > 100
+
+
+def test_a_restore_that_fails_in_a_way_nobody_thought_of_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(state: Any, path: str) -> Any:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(RecursiveLeastSquares, "restore", fail)
+    monkeypatch.setitem(snapshot._KINDS, RecursiveLeastSquares.kind, fail)
+    with pytest.raises(SnapshotError, match=r"snapshot: cannot be read \(OverflowError: too large"):
+        load_model(DOCUMENT, KEY)
+
+
+@pytest.mark.parametrize("learner", [RecursiveLeastSquares, WindowedRegression])
+def test_what_a_model_stores_is_never_refused(learner: Any) -> None:
+    """Not while young, nor between two solutions, after outliers or a change of speed."""
+    model = flat_prior(learner)
+    steps = islice(synthetic_steps(TWO_CORES, outlier_share=0.05), 400)
+    for index, step in enumerate(steps):
+        factor = (1.0, 3.0, 0.2, 40.0)[index // 100]
+        model.observe(step.features, step.measured_s * factor)
+        if index % 7 == 0 or index < 60:
+            document = json.loads(json.dumps(dump_model(model, KEY), allow_nan=False))
+            assert load_model(document, KEY).state() == model.state()
+    model.change_speed(1e-3)
+    load_model(dump_model(model, KEY), KEY)
+    model.change_speed(1e6)
+    load_model(dump_model(model, KEY), KEY)
+
+
+def test_an_error_against_next_to_nothing_leaves_the_mean_finite() -> None:
+    window = QualityWindow()
+    window.record(math.inf, is_covered=True)
+    for _ in range(500):
+        window.record(0.5, is_covered=True)
+    assert window.mape == pytest.approx(0.5)
+    assert QualityWindow.restore(window.state(), "window").state() == window.state()
 
 
 def test_readers_return_numbers() -> None:
