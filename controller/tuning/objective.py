@@ -66,8 +66,19 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Outcome:
-        """Rebuild an outcome; TypeError or KeyError if it is none."""
-        return cls(**values)
+        """Rebuild an outcome; TypeError if it is none."""
+        outcome = cls(**values)
+        by_class = (outcome.attainment_by_class, outcome.num_offered)
+        if not all(isinstance(each, Mapping) for each in by_class):
+            raise TypeError("numbers by class must be objects")
+        lengths = (outcome.gap_p99_s, outcome.ttft_p99_s, outcome.tpot_p99_s)
+        numbers = [outcome.attainment, outcome.useful_tokens_per_s]
+        numbers += [each for each in lengths if each is not None]
+        numbers += [number for each in by_class for number in each.values()]
+        for each in numbers:
+            if isinstance(each, bool) or not isinstance(each, int | float):
+                raise TypeError(f"must be a number, got {each!r}")
+        return outcome
 
 
 def run_scene(

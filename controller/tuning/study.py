@@ -26,6 +26,7 @@ from store.errors import DatabaseBusyError, StoreError
 from store.lockfile import WriterLock
 
 STUDY_NAME: Final = "paceline"
+_JOURNAL_START: Final = b'{"op_code":'
 _FINGERPRINT: Final = "fingerprint"
 _OUTCOMES: Final = "outcomes"
 _REASON: Final = "reason"
@@ -104,7 +105,8 @@ class Study:
         """Begin a study in `path`, or go on with the one that is there; trial 0 is `first`.
 
         StudyError if it was made for another task (`fingerprint` names the part that differs), for
-        other knobs or another seed, if it is no study, or if somebody else is at it.
+        other knobs or another seed, if it is no study or a damaged one, or if somebody else is at
+        it. A last line that a killed process left half written is cut off.
         """
         if not path.parent.is_dir():
             raise StudyError(f"--study {path}: no directory {path.parent}")
@@ -116,6 +118,7 @@ class Study:
         except StoreError as error:
             raise StudyError(f"--study {path}: {error}") from error
         try:
+            _mend(path)
             study = _load(path)
             wanted = {
                 **fingerprint,
@@ -124,6 +127,7 @@ class Study:
             }
             _check_fingerprint(study, wanted, path)
             opened = cls(study, knobs, first, seed, lock)
+            opened._check_trials(path)
             opened._give_up_unfinished()
         except BaseException:
             lock.release()
@@ -208,6 +212,16 @@ class Study:
             raise RuntimeError("no trial is running: ask first")
         return self._running
 
+    def _check_trials(self, path: Path) -> None:
+        """StudyError for trials that no search of ours can have written."""
+        try:
+            trials = self.trials
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise StudyError(f"--study {path}: damaged: {error}; name another file") from error
+        # What a later trial is judged by is what the first one did on the same scenes.
+        if any(len(each.outcomes) > len(trials[0].outcomes) for each in trials):
+            raise StudyError(f"--study {path}: damaged: outcomes are missing; name another file")
+
     def _give_up_unfinished(self) -> None:
         """Fail what a killed process left running, so that no sampler waits for it."""
         self._running = None
@@ -227,6 +241,27 @@ class _AlreadyLocked(JournalFileOpenLock):
 
     def release(self) -> None:
         """Keep it."""
+
+
+def _mend(path: Path) -> None:
+    """Cut off the end of a line that was never written to its end; the lock is held.
+
+    Optuna would append to it, and the line of both would be lost, with all that depends on it. A
+    file that does not begin as a journal is left as it is.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("r+b") as file:
+            text = file.read()
+            length = text.rfind(b"\n") + 1
+            if length == len(text):
+                return
+            if not text.startswith(_JOURNAL_START):
+                raise StudyError(f"--study {path}: not a study; name another file")
+            file.truncate(length)
+    except OSError as error:
+        raise StudyError(f"--study {path}: {error.strerror}") from error
 
 
 def _load(path: Path) -> optuna.Study:
@@ -266,8 +301,8 @@ def _check_fingerprint(study: optuna.Study, wanted: Mapping[str, str], path: Pat
     for name, value in wanted.items():
         if known.get(name) != value:
             raise StudyError(
-                f"--study {path}: its {name} is {known.get(name)!r}, now it would be {value!r};"
-                " name another file, or repeat the arguments it was begun with"
+                f"--study {path}: its {name} is {known.get(name, 'unknown')}, now it would be"
+                f" {value}; name another file, or repeat the arguments it was begun with"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -228,13 +229,13 @@ def test_a_study_is_for_one_task_one_seed_and_one_process(tmp_path: Path) -> Non
     ):
         pass
     for changes, part in (
-        ({"tried": replace(small, max_tokens=7)}, "promises"),
-        ({"seed": 1}, "seed"),
-        ({"names": ("pace",)}, "knobs"),
+        ({"tried": replace(small, max_tokens=7)}, "max_tokens is null, now it would be 7"),
+        ({"seed": 1}, "seed is 0, now it would be 1"),
+        ({"names": ("pace",)}, "knobs is .*name another file"),
     ):
         arguments = {"tried": small, **changes}
         with (
-            pytest.raises(StudyError, match=f"its {part} is .*name another file"),
+            pytest.raises(StudyError, match=f"its {part}"),
             study(tmp_path, **arguments),  # type: ignore[arg-type]
         ):
             pass
@@ -247,6 +248,65 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="not a study"), study(tmp_path):
         pass
     with pytest.raises(StudyError, match="no directory"), study(tmp_path / "nowhere"):
+        pass
+
+
+def test_a_line_that_a_killed_process_left_half_written_costs_that_line_alone(
+    tmp_path: Path,
+) -> None:
+    small = task(crowd(10))
+    with study(tmp_path, small) as opened:
+        search(small, opened, 3)
+    file = tmp_path / "study"
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    # The line in which trial 2 ended; trials 0 and 1 stand before it.
+    file.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
+    for num_trials in (3, 4, 5):
+        with study(tmp_path, small) as opened:
+            assert len(opened.trials) == num_trials - 1
+            search(small, opened, num_trials)
+    file.write_bytes(whole[:30])
+    with study(tmp_path, small) as opened:
+        assert opened.trials == ()
+
+
+@pytest.mark.parametrize("words", [b"dear diary", b"\n\ndear diary", b"[1, 2"])
+def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path, words: bytes) -> None:
+    file = tmp_path / "study"
+    file.write_bytes(words)
+    with pytest.raises(StudyError, match="not a study"), study(tmp_path):
+        pass
+    assert file.read_bytes() == words
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        '[{"attainment": 1.0}]', "[7]", "7", '"text"', "[]",
+        '[{"attainment": "1", "attainment_by_class": {}, "num_offered": {},'
+        ' "useful_tokens_per_s": 1.0, "gap_p99_s": null, "ttft_p99_s": null, "tpot_p99_s": null}]',
+        '[{"attainment": 1.0, "attainment_by_class": [], "num_offered": {},'
+        ' "useful_tokens_per_s": 1.0, "gap_p99_s": null, "ttft_p99_s": null, "tpot_p99_s": null}]',
+    ],
+)  # fmt: skip
+def test_outcomes_that_are_damaged_are_told_when_the_study_is_opened(
+    tmp_path: Path, outcomes: str
+) -> None:
+    small = task(crowd(10))
+    with study(tmp_path, small) as opened:
+        search(small, opened, 2)
+    file = tmp_path / "study"
+    lines = file.read_text().splitlines(keepends=True)
+    first = next(index for index, line in enumerate(lines) if '"outcomes"' in line)
+    entry = json.loads(lines[first])
+    entry["user_attr"]["outcomes"] = json.loads(outcomes)
+    lines[first] = json.dumps(entry) + "\n"
+    file.write_text("".join(lines))
+    with (
+        pytest.raises(StudyError, match=r"damaged: .*name another file"),
+        study(tmp_path, small),
+    ):
         pass
 
 
