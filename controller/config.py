@@ -6,6 +6,7 @@ Order: flag > environment (`PACELINE_*`) > TOML file > profile of tuned settings
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from pydantic_settings import (
 
 from controller.policy.policies import POLICY_NAMES, fixed_budget
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import OnInfeasible, Slo, SloClass
+from controller.policy.slo import MAX_TARGET_S, OnInfeasible, Slo, SloClass
 from store.urls import mask_url
 
 DEFAULT_DB_URL = "sqlite:///paceline.db"
@@ -281,7 +282,15 @@ def parse_slo_class(entry: Any) -> SloClass:
 
     def seconds(key: str) -> float | None:
         value = number(key)
-        return None if value is None else value / 1000
+        if value is None:
+            return None
+        # Here, where the number still has the unit and the class that it was given with.
+        if not (math.isfinite(value) and 0 < value / 1000 <= MAX_TARGET_S):
+            raise ValueError(
+                f"{key} of SLO class {name!r} must be a positive number of at most"
+                f" {MAX_TARGET_S * 1000:g}, got {value:g}"
+            )
+        return value / 1000
 
     slo = Slo(ttft_s=seconds("ttft_ms"), tpot_s=seconds("tpot_ms"), e2e_s=seconds("e2e_ms"))
     weight = number("weight", 1.0)
@@ -360,7 +369,8 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"{field}: no such setting")
         else:
-            lines.append(
-                f"{field}: {item['msg'].removeprefix('Value error, ')}, got {item['input']!r}"
-            )
+            message = item["msg"].removeprefix("Value error, ")
+            # A check of ours that names the value needs no second one around it.
+            got = "" if ", got " in message else f", got {item['input']!r}"
+            lines.append(f"{field}: {message}{got}")
     return "; ".join(lines)

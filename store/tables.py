@@ -197,7 +197,7 @@ profile = Table(
     Column("model", String(256)),
     Column("device", String(128)),
     Column("verdict", String(16), nullable=False),
-    # At most one active profile per model.
+    # At most one active profile per model and device.
     Column("is_active", Boolean, nullable=False),
     Column("study", String(256)),
     Column("document", JSON(none_as_null=True), nullable=False),

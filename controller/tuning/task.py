@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -18,7 +18,7 @@ from controller.policy.slo import SloClass
 from controller.simulation.hardware import HardwareProfile
 from controller.simulation.run import SimulationConfig
 from controller.simulation.source import WorkloadSource
-from controller.tuning.space import TunedSettings
+from controller.tuning.space import DEFAULTS, TunedSettings
 from controller.workload.arrivals import Workload
 from controller.workload.transforms import window
 from engine.config import EngineConfig
@@ -76,17 +76,25 @@ class TuningTask:
         return {"default": 1.0} | {each.name: each.weight for each in self.classes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal for results to be compared, each part by its name."""
+        """Return what must be equal for results to be compared, each number by its name.
+
+        The shipped settings are among them: trial 0 and every guard compare with those.
+        """
+        engine = asdict(self.engine)
+        del engine["max_num_seqs"]  # a knob
+        classes = {each.name: asdict(each) for each in self.classes}
         return {
             "version": metadata.version("paceline"),
             "workload": self.name,
-            "hardware": _digest(self.hardware.to_json()),
-            "engine": _digest(asdict(replace(self.engine, max_num_seqs=1))),
-            "promises": _digest(
-                [[asdict(each) for each in self.classes], self.default_class, self.max_tokens]
-            ),
-            "tuning part": _digest([_scene_json(scene) for scene in self.tuning]),
-            "held-out part": _digest([_scene_json(scene) for scene in self.held_out]),
+            **_flat("hardware", self.hardware.to_json()),
+            **_flat("engine", engine),
+            "classes": ", ".join(classes),
+            **_flat("class", classes),
+            "default class": self.default_class,
+            "max_tokens": json.dumps(self.max_tokens),
+            **_flat("shipped", DEFAULTS.to_json()),
+            "tuning part": _summary(self.tuning),
+            "held-out part": _summary(self.held_out),
         }
 
 
@@ -165,6 +173,21 @@ def _scene_json(scene: Scene) -> list[Any]:
     ]
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+def _summary(scenes: Sequence[Scene]) -> str:
+    """Return what can be said of scenes in a line, and a digest of the rest."""
+    seeds = ", ".join(str(scene.seed) for scene in scenes)
+    num = sum(scene.workload.num_requests for scene in scenes)
+    text = json.dumps([_scene_json(scene) for scene in scenes])
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+    return f"{num} requests over seeds {seeds} ({digest})"
+
+
+def _flat(name: str, value: Any) -> dict[str, str]:
+    """Return every number of nested tables as JSON by its path, so that one can be named."""
+    if not isinstance(value, Mapping):
+        return {name: json.dumps(value)}
+    return {
+        path: text
+        for key, each in value.items()
+        for path, text in _flat(f"{name} {key}", each).items()
+    }

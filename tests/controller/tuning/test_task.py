@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from controller.policy.slo import Slo
 from controller.simulation.run import engine_for
 from controller.simulation.source import WorkloadSource
+from controller.tuning import task as tuning_task
+from controller.tuning.space import DEFAULTS
 from controller.tuning.task import TuningTask, cut_in_time, task_of_source
 from controller.workload.arrivals import Workload
 from controller.workload.traces import write_trace
@@ -68,9 +71,30 @@ def test_fingerprints_name_the_part_that_differs() -> None:
         return [name for name, value in made.fingerprint().items() if theirs[name] != value]
 
     assert differs(task(crowd(6))) == ["tuning part", "held-out part"]
-    assert differs(replace(made, hardware=replace(QUIET, noise=0.5))) == ["hardware"]
-    assert differs(replace(made, classes=(CHAT, replace(BULK, weight=3.0)))) == ["promises"]
-    assert differs(replace(made, max_tokens=64)) == ["promises"]
-    assert differs(replace(made, engine=engine_for(QUIET, num_blocks=99))) == ["engine"]
+    assert differs(replace(made, hardware=replace(QUIET, noise=0.5))) == ["hardware noise"]
+    assert differs(replace(made, classes=(CHAT, replace(BULK, weight=3.0)))) == [
+        "class bulk weight"
+    ]
+    assert differs(replace(made, classes=(CHAT, replace(BULK, slo=Slo(9.0))))) == [
+        "class bulk slo ttft_s"
+    ]
+    assert differs(replace(made, classes=(BULK, CHAT))) == ["classes"]
+    assert differs(replace(made, max_tokens=64)) == ["max_tokens"]
+    assert differs(replace(made, engine=engine_for(QUIET, num_blocks=99))) == [
+        "engine num_blocks",
+        "engine max_model_len",
+    ]
     # The seats are a knob.
     assert differs(replace(made, engine=engine_for(QUIET, max_num_seqs=7))) == []
+
+
+def test_a_version_that_ships_other_settings_cannot_go_on_with_a_study(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = task(crowd(5))
+    before = made.fingerprint()
+    other = replace(DEFAULTS, planner=replace(DEFAULTS.planner, pace=0.71))
+    monkeypatch.setattr(tuning_task, "DEFAULTS", other)
+    after = made.fingerprint()
+    assert [name for name in after if after[name] != before[name]] == ["shipped pace"]
+    assert after["shipped pace"] == "0.71"
