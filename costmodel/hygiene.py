@@ -36,16 +36,17 @@ _SIZE_STEP: Final = 0.02
 
 
 class RejectReason(enum.StrEnum):
-    """Why a sample did not teach. The last four are known to the caller only, who reports them."""
+    """Why a sample did not teach. The last two are known to the caller only, who reports them.
+
+    What runs before the first request (warm-up sweep, capture of graphs) is never a sample.
+    """
 
     NOT_FINITE = "not_finite"
     NOT_POSITIVE = "not_positive"
     OUT_OF_RANGE = "out_of_range"
     NO_WORK = "no_work"
     OUTLIER = "outlier"
-    WARM_UP = "warm_up"
     FAILED_STEP = "failed_step"
-    GRAPH_CAPTURE = "graph_capture"
     SWAP = "swap"
 
 

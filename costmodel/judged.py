@@ -164,8 +164,8 @@ class JudgedPlanes(ABC):
         return True
 
     def reject(self, reason: RejectReason) -> None:
-        """Count a sample that must not teach for a reason only the caller knows (warm-up, failed
-        step, capture).
+        """Count a sample that must not teach for a reason only the caller knows (a failed step, KV
+        that was moved).
         """
         self._num_rejected[reason] = self._num_rejected.get(reason, 0) + 1
 

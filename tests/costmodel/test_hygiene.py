@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from costmodel.features import StepFeatures
 from costmodel.hygiene import COLD_SHIFT_RUN, SHIFT_RUN, RejectReason, Screen, check_sample
 
+ROOT = Path(__file__).resolve().parents[2]
 DECODE = StepFeatures(num_decode_requests=1.0, decode_context_tokens=10.0)
 
 
@@ -124,3 +126,16 @@ def test_a_restored_screen_has_the_same_future() -> None:
     for ratio in (2.0, 2.0, 1.0, 0.3, 1.01):
         assert screen.judge(ratio) == twin.judge(ratio)
     assert screen.state() == twin.state()
+
+
+def test_every_reason_is_given_by_somebody_and_documented() -> None:
+    sources = [
+        path.read_text()
+        for name in ("costmodel", "controller")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    text = (ROOT / "docs/costmodel.md").read_text()
+    documented = text.split("\n## Samples\n")[1].split("Within 5 typical")[0]
+    for reason in RejectReason:
+        assert any(f"RejectReason.{reason.name}" in source for source in sources), reason
+        assert f"`{reason}`" in documented, reason

@@ -48,9 +48,9 @@ def test_the_version_counts_changes_of_the_coefficients() -> None:
 def test_what_only_the_caller_knows_is_counted_too() -> None:
     model = flat_prior()
     for _ in range(3):
-        model.reject(RejectReason.WARM_UP)
+        model.reject(RejectReason.SWAP)
     model.reject(RejectReason.FAILED_STEP)
-    assert model.quality().num_rejected == {"warm_up": 3, "failed_step": 1}
+    assert model.quality().num_rejected == {"swap": 3, "failed_step": 1}
 
 
 def test_an_outlier_is_counted_and_missed_but_teaches_nothing() -> None:
