@@ -34,6 +34,10 @@ _WORKLOAD, _MACHINE, _OWNER = (
     "Whose it is",
 )
 _SEARCH, _RESULT = "Search", "Result"
+# Each is a workload in memory, and a simulation per trial.
+_MAX_SEEDS = 100
+# As much as the column holds; the end of a path tells more than its beginning.
+_MAX_KEY_LENGTH = 256
 # What a run or a generator's line leaves no choice of; taken silently, it would look as if it
 # counted.
 _NOT_OF_A_RUN = (
@@ -125,9 +129,9 @@ def tune(
         int, _option(_SEARCH, "Trials in all, those of before included.", min=1)
     ] = 40,
     seed: Annotated[int, _option(_SEARCH, "First seed; the search's own too.", min=0)] = 0,
-    seeds: Annotated[int, _option(_SEARCH, "Simulations per trial.", min=1)] = 3,
+    seeds: Annotated[int, _option(_SEARCH, "Simulations per trial.", min=1, max=_MAX_SEEDS)] = 3,
     held_out_seeds: Annotated[
-        int, _option(_SEARCH, "Simulations that judge what was found.", min=1)
+        int, _option(_SEARCH, "Simulations that judge what was found.", min=1, max=_MAX_SEEDS)
     ] = 5,
     held_out_share: Annotated[
         float, _option(_SEARCH, "Share of a trace's or run's time that is held out.")
@@ -173,7 +177,8 @@ def tune(
             _refuse(context, "--run", _NOT_OF_A_RUN)
         elif generate is not None:
             _refuse(context, "--generate", _NOT_OF_A_GENERATOR)
-        counts = {
+        _check_out(out, name)
+        counts: dict[str, Any] = {
             "seed": seed,
             "num_seeds": seeds,
             "num_held_out_seeds": held_out_seeds,
@@ -188,7 +193,9 @@ def tune(
                 "max_model_len": max_model_len,
             }  # fmt: skip
             settings = _settings(slo_class, default_slo_class, config, url)
-            subject = _of_source(name, words, mix, hardware, settings, {**counts, "load": load})
+            with progress_bar("making the traffic") as show:
+                counts |= {"load": load, "progress": show}
+                subject = _of_source(name, words, mix, hardware, settings, counts)
         tuned_for = replace(
             subject.tuned_for,
             model=model or subject.tuned_for.model,
@@ -211,6 +218,7 @@ def tune(
         fail(f"interrupted; {study} keeps the trials: the same command goes on", EXIT_INTERRUPTED)
     except (ValueError, SimulationError, StoreError) as error:
         fail(str(error), EXIT_UNUSABLE)
+    key = _study_key(study)
     profile = make_profile(
         name,
         task,
@@ -219,25 +227,45 @@ def tune(
         tuned_for=tuned_for,
         seed=seed,
         created_at=MonotonicClock().epoch_ms(),
-        study=str(study),
+        study=key,
         run=subject.run_id,
     )
     print_settings(profile.settings, DEFAULTS)
     print_judged(profile.judged)
     if only_better and profile.judged.verdict != "better":
         fail(f"not better than the shipped defaults: {out} is not written", EXIT_NOT_FOUND)
+    is_there = out.exists()
     try:
         out.write_text(profile.to_yaml(), encoding="utf-8")
     except OSError as error:
         fail(f"--out {out}: {error.strerror}", EXIT_UNUSABLE)
-    typer.echo(f"paceline: wrote {out}")
-    _keep(profile, trial_records(str(study), found.trials), url, out)
+    typer.echo(f"paceline: wrote {out}{' over the one that was there' if is_there else ''}")
+    _keep(profile, trial_records(key, found.trials), url, out)
     if tuned_for.model is None or tuned_for.device is None:
         typer.echo(
             "paceline: it belongs to no model and device, so no server takes it; --model and"
             " --device say whose it is",
             err=True,
         )
+
+
+def _check_out(out: Path, name: str) -> None:
+    """ValueError if `out` is there and is not what tuning `name` again would replace."""
+    from controller.tuning.profile import ProfileError, read_profile
+
+    if not out.exists():
+        return
+    try:
+        is_ours = read_profile(out).name == name
+    except ProfileError:
+        is_ours = False
+    if not is_ours:
+        raise ValueError(f"--out {out}: is there already, and no profile {name!r}; name another")
+
+
+def _study_key(study: Path) -> str:
+    """Return what trials stand under in a database: files of two folders may have one name."""
+    return str(study.absolute())[-_MAX_KEY_LENGTH:]
 
 
 def _refuse(context: typer.Context, source: str, names: tuple[str, ...]) -> None:
@@ -337,7 +365,10 @@ def _keep(profile: BudgetProfile, trials: list[Any], url: str, out: Path) -> Non
             err=True,
         )
         return
-    typer.echo(f"paceline: profile {profile.name!r} is in the database; serve it with --profile")
+    instead = "" if replaced is None else f" in place of one that was {replaced.verdict}"
+    typer.echo(
+        f"paceline: profile {profile.name!r} is in the database{instead}; serve it with --profile"
+    )
     if replaced is not None and replaced.is_active:
         typer.echo(
             "paceline: the one it replaces was active; this one is not until"

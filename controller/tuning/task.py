@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -111,36 +111,32 @@ def task_of_source(
     num_held_out_seeds: int = 5,
     held_out_share: float = 0.4,
     max_tokens: int | None = 2048,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> TuningTask:
     """Return a task over a trace or a generator at `load` times their own rate.
 
     A generator draws other requests for every seed, and the held-out part has seeds of its own. A
     trace is cut in time: its last `held_out_share` is held out; seeds then draw what is left to
-    chance, which is classes, the jitter of quantised arrivals and the machine's noise. ValueError
-    says what is wrong.
+    chance, which is classes, the jitter of quantised arrivals and the machine's noise. `progress`
+    is told before each of them is made. ValueError says what is wrong.
     """
-    seeds = range(seed, seed + num_seeds)
-    held_out_seeds = range(seed + num_seeds, seed + num_seeds + num_held_out_seeds)
-    if source.trace is None:
-        tuning = [Scene(source.workload(load, each), each) for each in seeds]
-        held_out = [Scene(source.workload(load, each), each) for each in held_out_seeds]
-    else:
-        tuning = [
-            Scene(cut_in_time(source.workload(load, each), held_out_share)[0], each)
-            for each in seeds
-        ]
-        held_out = [
-            Scene(cut_in_time(source.workload(load, each), held_out_share)[1], each)
-            for each in held_out_seeds
-        ]
+    num_scenes = num_seeds + num_held_out_seeds
+    scenes = []
+    for index in range(num_scenes):
+        if progress is not None:
+            progress("making the traffic", index, num_scenes)
+        workload = source.workload(load, seed + index)
+        if source.trace is not None:
+            workload = cut_in_time(workload, held_out_share)[index >= num_seeds]
+        scenes.append(Scene(workload, seed + index))
     return TuningTask(
         name=_name_of(source, load),
         hardware=hardware,
         engine=engine,
         classes=tuple(classes),
         default_class=default_class,
-        tuning=tuple(tuning),
-        held_out=tuple(held_out),
+        tuning=tuple(scenes[:num_seeds]),
+        held_out=tuple(scenes[num_seeds:]),
         max_tokens=max_tokens,
     )
 

@@ -57,7 +57,7 @@ def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path)
         record = store.profile("mine")
         assert record is not None
         assert record.document == made.to_json()
-        trials = store.trials("mine.study")
+        trials = store.trials(str(tmp_path / "mine.study"))
     assert [trial.trial_no for trial in trials] == [0, 1, 2, 3]
     assert trials[0].settings == DEFAULTS.to_json()
 
@@ -101,6 +101,34 @@ def test_the_same_command_twice_makes_the_same_profile_and_tries_nothing_again(
     run("tune", "a", *QUICK, "--trials", "2", "--study", "one")
     again = read_profile(tmp_path / "a.yaml")
     assert (again.settings, again.judged) == (first.settings, first.judged)
+
+
+def test_what_is_replaced_is_told_and_what_is_no_profile_of_that_name_is_kept(
+    tmp_path: Path,
+) -> None:
+    said = run("tune", "a", *QUICK, "--trials", "1").output
+    assert "over the one" not in said
+    assert "in place of" not in said
+    said = " ".join(run("tune", "a", *QUICK, "--trials", "1").output.split())
+    assert "wrote a.yaml over the one that was there" in said
+    assert "profile 'a' is in the database in place of one that was unclear" in said
+    for text in ("dear: diary\n", (tmp_path / "a.yaml").read_text()):
+        (tmp_path / "b.yaml").write_text(text)
+        refused = run("tune", "b", *QUICK, "--trials", "1", code=2).stderr
+        assert "--out b.yaml: is there already, and no profile 'b'; name another" in refused
+        assert (tmp_path / "b.yaml").read_text() == text
+
+
+def test_studies_of_one_name_in_two_folders_keep_their_trials_apart(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, num_trials in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        run("tune", folder, *QUICK, "--trials", str(num_trials), "--study", "x.study")
+    with ProfileStore.open_reader(url) as store:
+        assert len(store.trials(str(tmp_path / "one" / "x.study"))) == 1
+        assert len(store.trials(str(tmp_path / "two" / "x.study"))) == 2
 
 
 def test_a_profile_of_nobody_is_made_and_said_to_be_useless_to_servers(tmp_path: Path) -> None:
@@ -208,6 +236,11 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> 
     (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert line.startswith("paceline: error: ")
     assert names in line
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--held-out-seeds"])
+def test_more_seeds_than_memory_could_hold_are_refused(option: str) -> None:
+    assert "1<=x<=100" in run("tune", "x", *QUICK, option, "101", code=2).stderr
 
 
 def test_a_damaged_active_profile_is_told_and_stops_nobody_who_did_not_ask_for_it(url: str) -> None:

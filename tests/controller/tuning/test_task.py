@@ -32,6 +32,9 @@ def test_generated_parts_have_seeds_and_requests_of_their_own() -> None:
     assert [scene.seed for scene in made.held_out] == [5, 6, 7]
     workloads = [scene.workload.arrivals for scene in (*made.tuning, *made.held_out)]
     assert len(set(workloads)) == 5
+    told: list[tuple[str, int, int]] = []
+    of(GENERATED, num_seeds=1, num_held_out_seeds=2, progress=lambda *what: told.append(what))
+    assert told == [("making the traffic", done, 3) for done in range(3)]
     faster = of(GENERATED, load=2.0)
     assert faster.tuning[0].workload.rate > 1.3 * made.tuning[0].workload.rate
     assert "2 times its rate" in faster.name
