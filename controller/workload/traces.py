@@ -275,7 +275,7 @@ def _in_order(
         if row.ticks < latest:
             raise TraceError(
                 path,
-                "is earlier than the row before it (rows in any order are taken with `sort`)",
+                "is earlier than the row before it: sort the file by its times",
                 line=line,
                 column=layout.time_column,
             )

@@ -57,7 +57,7 @@ def own(cells: str) -> str:
         (azure("yesterday,5,6"), 3, "TIMESTAMP", "got 'yesterday'"),
         (azure("2023-11-16 18:17:61,5,6"), 3, "TIMESTAMP", "no instant of the calendar"),
         (azure("2023-02-30 18:17:01,5,6"), 3, "TIMESTAMP", "no instant of the calendar"),
-        (azure("2023-11-16 18:17:03.9799599,5,6"), 3, "TIMESTAMP", "earlier than the row before"),
+        (azure("2023-11-16 18:17:03.9799599,5,6"), 3, "TIMESTAMP", "before it: sort the file by"),
         (azure("2023-11-16 18:17:04,5"), 3, None, "has 2 cells, but the header has 3"),
         (azure("2023-11-16 18:17:04,5,6,7"), 3, None, "has 4 cells, but the header has 3"),
         (azure('2023-11-16 18:17:04,5,"6'), 3, None, "no CSV: unexpected end of data"),
