@@ -34,8 +34,9 @@ LEARNERS: dict[str, type[JudgedPlanes]] = {
 # every regime with at least so many.
 LEARNING_STEPS = 500
 MIN_REGIME_STEPS = 200
-# G5: back under this error, as the mean of so many steps in a row.
+# G5: back under this error, as the mean of any so many steps in a row from there to step 200.
 RECOVERED_MAPE = 0.08
+RECOVERY_STEPS = 200
 _RECOVERY_WINDOW = 20
 DRIFT_FACTORS = (1.5, 2.0)
 # A background fit takes as long as a few steps.
@@ -57,7 +58,9 @@ class RegimeNumbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Steps from a change of speed until the error is small again; None if it never is."""
+    """Steps from a change of speed until the error is small again, and stays so until step
+    `RECOVERY_STEPS`; None if it never is.
+    """
 
     factor: float
     num_steps: int | None
@@ -165,10 +168,27 @@ def _recovery(series: StepSeries, learner: str, factor: float) -> Recovery:
     replay = _replay(series.slowed(factor, change_at), learner)
     is_judged = replay.is_judged[change_at:] > 0.0
     judged, errors = np.flatnonzero(is_judged), replay.errors[change_at:][is_judged]
-    for start in range(len(errors) - _RECOVERY_WINDOW + 1):
-        if errors[start : start + _RECOVERY_WINDOW].mean() < RECOVERED_MAPE:
-            return Recovery(factor, int(judged[start]))
-    return Recovery(factor, None)
+    return Recovery(factor, steps_to_recover(judged, errors))
+
+
+def steps_to_recover(steps: npt.NDArray[np.int64], errors: FloatArray) -> int | None:
+    """Return the first of `steps` since the change from which the mean error of every 20 in a row
+    is small, up to those that begin at step `RECOVERY_STEPS`; None without such a step.
+
+    Both arrays have shape (n,): steps that are judged, rising from 0, and the error of each.
+    """
+    num_windows = len(errors) - _RECOVERY_WINDOW + 1
+    sums = np.concatenate(([0.0], np.cumsum(errors)))
+    for start in range(num_windows):
+        # One quiet stretch amid large errors is no recovery.
+        stop = max(start + 1, int(np.searchsorted(steps, RECOVERY_STEPS, side="right")))
+        stop = min(stop, num_windows)
+        means = (sums[start + _RECOVERY_WINDOW : stop + _RECOVERY_WINDOW] - sums[start:stop]) / (
+            _RECOVERY_WINDOW
+        )
+        if (means < RECOVERED_MAPE).all():
+            return int(steps[start])
+    return None
 
 
 def _timings(model: JudgedPlanes, series: StepSeries, clock: Clock) -> tuple[float, float]:
@@ -214,7 +234,7 @@ def misses(numbers: CostModelNumbers) -> tuple[str, ...]:
     for recovery in numbers.recoveries:
         if recovery.num_steps is None:
             found.append(f"G5: ×{recovery.factor:g} never recovered")
-        elif recovery.num_steps > 200:
+        elif recovery.num_steps > RECOVERY_STEPS:
             found.append(f"G5: ×{recovery.factor:g} took {recovery.num_steps} steps")
     return tuple(found)
 

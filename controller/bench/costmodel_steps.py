@@ -138,6 +138,23 @@ def measured_series(
     batches of the same prompts: the table holds runs that cannot have computed what it says (64
     prompts of 512 tokens in a sixth of the time of 32). SourceError names line and column.
     """
+    try:
+        kinds = _measured_steps(path, model)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(f"{path}: no table of text in UTF-8: {error}") from error
+    if not kinds:
+        raise SourceError(f"{path}: no row of model {model!r}")
+    series = []
+    for (hardware, parallel), steps in sorted(kinds.items()):
+        possible = _possible(steps)
+        name = f"{model} on {parallel} {hardware}"
+        num_left_out = len(steps) - len(possible)
+        series.append(StepSeries(name, _drawn(possible, num_steps, seed), num_left_out))
+    return tuple(series)
+
+
+def _measured_steps(path: Path, model: str) -> dict[tuple[str, str], list[TimedStep]]:
+    """Return the steps of a table by hardware and degree of parallelism."""
     kinds: dict[tuple[str, str], list[TimedStep]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -149,15 +166,7 @@ def measured_series(
                 place = f"{path}, line {reader.line_num}"
                 kind = (row["hardware"], row["tensor_parallel"])
                 kinds.setdefault(kind, []).extend(_steps_of(row, place))
-    if not kinds:
-        raise SourceError(f"{path}: no row of model {model!r}")
-    series = []
-    for (hardware, parallel), steps in sorted(kinds.items()):
-        possible = _possible(steps)
-        name = f"{model} on {parallel} {hardware}"
-        num_left_out = len(steps) - len(possible)
-        series.append(StepSeries(name, _drawn(possible, num_steps, seed), num_left_out))
-    return tuple(series)
+    return kinds
 
 
 def _possible(steps: Sequence[TimedStep]) -> list[TimedStep]:

@@ -53,5 +53,7 @@ def progress_bar(description: str) -> Iterator[StageListener]:
 
 def out_folder_exists(out: Path | None) -> None:
     """BadParameter if `out` could not be written at the end of a long measurement."""
+    if out is not None and out.is_dir():
+        raise typer.BadParameter(f"{out} is a directory: name a file", param_hint="--out")
     if out is not None and not out.parent.is_dir():
         raise typer.BadParameter(f"{out.parent} is not a directory", param_hint="--out")

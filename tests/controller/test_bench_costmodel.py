@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from rich.console import Console
@@ -23,6 +24,7 @@ from controller.bench.costmodel import (
     averages,
     measure,
     misses,
+    steps_to_recover,
 )
 from controller.bench.costmodel_load import MixedLoad, send_mixed
 from controller.bench.costmodel_report import render_notes, render_tables, to_json
@@ -112,6 +114,14 @@ def test_a_bad_table_is_refused_by_place(tmp_path: Path, row: str, problem: str)
         measured_series(a_table(tmp_path / "t.csv", row), "big", 10)
 
 
+@pytest.mark.parametrize("text", [HEADER.encode() + b"\xff\xfe,\n", b"a,b\n" + b"x" * 200_000])
+def test_a_table_that_is_no_text_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(text)
+    with pytest.raises(SourceError, match=r"table\.csv"):
+        measured_series(path, "m", 100)
+
+
 def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("model,hardware\nbig,gpu\n", encoding="utf-8")
@@ -191,6 +201,35 @@ def test_what_cannot_be_predicted_never_recovers() -> None:
     numbers = measure(StepSeries("coin", steps), "recursive", VirtualClock())
     assert [recovery.num_steps for recovery in numbers.recoveries] == [None, None]
     assert "G5: ×2 never recovered" in misses(numbers)
+
+
+def _errors(*parts: tuple[int, float]) -> Any:
+    return np.concatenate([np.full(count, error) for count, error in parts])
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        # Two steps of 50 % among 20 leave a mean of 6.8 %.
+        (_errors((300, 0.02)), 0),
+        # One quiet stretch of 20 steps is no recovery.
+        (_errors((30, 0.02), (100, 0.5), (170, 0.02)), 128),
+        (_errors((30, 0.02), (250, 0.5)), None),
+        (_errors((150, 0.02), (100, 0.5), (50, 0.02)), 248),
+        # What comes after step 200 is another story.
+        (_errors((60, 0.5), (160, 0.02), (100, 0.5)), 58),
+        (_errors((10, 0.5), (20, 0.02)), 8),
+        (_errors((19, 0.02)), None),
+    ],
+)
+def test_an_error_has_to_stay_small_to_count_as_recovered(
+    errors: Any, expected: int | None
+) -> None:
+    assert steps_to_recover(np.arange(len(errors)), errors) == expected
+
+
+def test_recovery_is_told_in_steps_that_happened_not_in_those_judged() -> None:
+    assert steps_to_recover(np.arange(0, 600, 2), _errors((40, 0.5), (260, 0.02))) == 76
 
 
 GOOD = CostModelNumbers(
@@ -310,6 +349,10 @@ def test_the_command_replays_a_stored_run(tmp_path: Path) -> None:
         (["--learner", "tree"], 2, "unknown learner 'tree'"),
         (["--no-synthetic"], 2, "nothing to replay"),
         (["--measured", "missing.csv"], 2, "missing.csv"),
+        (["--seed", "-1"], 2, "--seed"),
+        (["--noise", "50"], 2, "--noise"),
+        (["--out", "."], 2, ". is a directory: name a file"),
+        (["--out", "no/where.json"], 2, "no is not a directory"),
         (["--db", "sqlite:///missing.db", "--run", "last"], 2, "no database"),
     ],
 )
