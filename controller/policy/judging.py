@@ -145,6 +145,8 @@ def judge_queue(
     work_s, done_s = _drained(
         queue, decodes, pacing, curve, intake, quota_rate, left_s, config, is_told=bool(new)
     )
+    own_tokens, wait_s = own_step(curve, pacing, head.num_tokens, config)
+    done_s += wait_s
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
     # hold decodes and what replaces those who end. Who is lost whatever happens waits for nothing.
     possible = (work_s <= left_s).nonzero()[0]
@@ -169,11 +171,7 @@ def judge_queue(
         behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
         kept_s = float(done_s[~is_late].max(initial=0.0))
         done_s = np.where(is_late, kept_s + behind_s, done_s)
-    own_tokens, unhurried = 0, None
-    if pacing.is_paced and may_alternate(curve):
-        steered_s = curve.steered_s(config.upper_share)
-        rate = sustained_rate(curve, steered_s, np.array([pacing.period_s]), NOTHING_SAVED)
-        own_tokens = int(rate.tokens[0]) if rate.is_alternating[0] else 0
+    unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then.
     if not own_tokens and delays_s is None and intake.is_roomy(len(queue)):
@@ -214,6 +212,25 @@ def judge_queue(
     return Judged(queue, is_late, ttft_s, lower, head, curve, own_tokens, unhurried, verdicts, new)
 
 
+def own_step(
+    curve: LatencyCurve, pacing: Pacing, num_tokens: int, config: PolicyConfig
+) -> tuple[int, float]:
+    """Return the prompt tokens, at most `num_tokens`, that are worth a step which streams bank for
+    (0 if mixing is as good), and the seconds that they still have to.
+    """
+    if not pacing.is_paced or not may_alternate(curve):
+        return 0, 0.0
+    steered_s = curve.steered_s(config.upper_share)
+    period_s, longest_s = np.array([pacing.period_s]), config.pace * pacing.gap_limit_s
+    rate = sustained_rate(curve, steered_s, period_s, NOTHING_SAVED, longest_s)
+    if not rate.is_alternating[0]:
+        return 0, 0.0
+    own_tokens = min(num_tokens, int(rate.tokens[0]))
+    step_s = float(np.interp(own_tokens, curve.tokens, curve.upper_s))
+    saving = pacing.banks.saving(step_s, pacing.decode_s)
+    return own_tokens, saving.wait_s(step_s, pacing.decode_s)
+
+
 def first_aims_s(queue: PrefillQueue, config: PolicyConfig) -> FloatArray:
     """Return when first tokens are aimed at while nobody is in a hurry, in seconds after arrival:
     `patience` of the way to the paced deadline, `patience_s` at most.
@@ -240,9 +257,10 @@ def _drained(
     Streams that hold the rate down end, and leave their share of the step. That is looked at where
     somebody is told a prediction, or would be late without it: who is on time without is so with.
     """
+    longest_s = config.pace * pacing.gap_limit_s
     if pacing.tightest_id is None or not is_told:
         still = Outlook.still(pacing.period_s)
-        work_s, done_s = drain_s(curve, queue, still, quota_rate, config.upper_share)
+        work_s, done_s = drain_s(curve, queue, still, quota_rate, config.upper_share, longest_s)
         if pacing.tightest_id is None or not (done_s > left_s).any():
             return work_s, done_s
     relief_s = (pacing.decode_s - pacing.empty_s) / decodes.num_requests
@@ -250,7 +268,7 @@ def _drained(
     budget = np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.tokens)
     step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
     outlook = intake.outlook(pacing, relief_s, step_s)
-    return drain_s(curve, queue, outlook, quota_rate, config.upper_share)
+    return drain_s(curve, queue, outlook, quota_rate, config.upper_share, longest_s)
 
 
 def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:

@@ -50,18 +50,21 @@ def drain_s(
     outlook: Outlook,
     quota_rate: float,
     upper_share: float,
+    longest_s: float = math.inf,
 ) -> tuple[FloatArray, FloatArray]:
     """Predict when the ordered queue is done at the rate that the decodes allow.
 
     Returns seconds of work per request (n,) and seconds from now until each is done (n,). The rate
     beside request k is the best one that keeps the period of the running decodes and of all
     requests before k, which will be decoding by then (`alternating.py`); `quota_rate` tokens per
-    second where there is none. Each stream that ends leaves its share of the step, and its claim to
+    second where there is none; no step is longer than
+    `longest_s`. Each stream that ends leaves its share of the step, and its claim to
     a period, to the prompts.
     """
     steered_s = curve.steered_s(upper_share)
     if not outlook.ends_s.size:
-        return _drain_still(curve, queue, float(outlook.periods_s[0]), quota_rate, steered_s)
+        period_s = float(outlook.periods_s[0])
+        return _drain_still(curve, queue, period_s, quota_rate, steered_s, longest_s)
     num_ended = np.arange(outlook.ends_s.size + 1)
     starts_s = np.zeros(num_ended.size)
     starts_s[1:] = outlook.ends_s
@@ -72,7 +75,7 @@ def drain_s(
     for start, stop in stretches:
         period_s = np.minimum(outlook.periods_s, before_s[start])
         saved_s: FloatArray = np.multiply(num_ended, outlook.relief_s, dtype=np.float64)
-        rate = sustained_rate(curve, steered_s, period_s, saved_s)
+        rate = sustained_rate(curve, steered_s, period_s, saved_s, longest_s)
         budget = rate.tokens
         is_open = budget >= 1.0
         token_s = np.maximum(np.where(is_open, rate.token_s, 1.0 / quota_rate), 1e-12)
@@ -100,6 +103,7 @@ def _drain_still(
     period_s: float,
     quota_rate: float,
     steered_s: FloatArray,
+    longest_s: float,
 ) -> tuple[FloatArray, FloatArray]:
     """`drain_s` where nobody ends: one rate per stretch, which most steps of a light load ask."""
     total = queue.remaining.cumsum()
@@ -108,7 +112,9 @@ def _drain_still(
     free_s = 0.0
     is_uneven = may_alternate(curve)
     for start, stop in stretches:
-        token_s, budget = _steady_rate(curve, steered_s, float(before_s[start]), is_uneven)
+        token_s, budget = _steady_rate(
+            curve, steered_s, float(before_s[start]), longest_s, is_uneven=is_uneven
+        )
         is_open = budget >= 1.0
         token_s = max(token_s if is_open else 1.0 / quota_rate, 1e-12)
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
@@ -125,11 +131,16 @@ def _drain_still(
 
 
 def _steady_rate(
-    curve: LatencyCurve, steered_s: FloatArray, period_s: float, is_uneven: bool
+    curve: LatencyCurve,
+    steered_s: FloatArray,
+    period_s: float,
+    longest_s: float,
+    *,
+    is_uneven: bool,
 ) -> tuple[float, float]:
     """Return `sustained_rate` for one period: seconds per token and tokens per step."""
     if is_uneven:
-        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED)
+        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED, longest_s)
         return float(rate.token_s[0]), float(rate.tokens[0])
     budget = float(np.interp(period_s, steered_s, curve.tokens))
     return float(np.interp(budget, curve.tokens, curve.mean_s)) / max(budget, 1.0), budget

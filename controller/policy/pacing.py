@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from controller.policy.alternating import NO_BANKS, Banks
 from controller.policy.budget import PrefillLoad, safe_number
 from controller.policy.facts import (
     E2E_S,
@@ -40,9 +41,8 @@ class Pacing(NamedTuple):
     streams (both the gap limit without decodes). `decode_s` and `decode_upper_s` are the mean and
     the upper bound of a step without prefill, `empty_s` the mean of one without decodes too.
     `tightest_id` and `slack_s` name the tightest stream that has a target; `is_gap_limited` says
-    that a gap limit, not a target, set `limit_s`. `banked_s` is `limit_s` where every stream spends
-    all that it has in hand of its mean. `holds_periods` is False for a planner that lets
-    nobody's pace bound its steps.
+    that a gap limit, not a target, set `limit_s`. `gap_left_s` is the time until the mean
+    of a step meets the gap limit, `banks` what the streams with targets have in hand.
     """
 
     limit_s: float
@@ -56,7 +56,8 @@ class Pacing(NamedTuple):
     slack_s: float | None
     is_gap_limited: bool
     holds_periods: bool = True
-    banked_s: float = 0.0
+    gap_left_s: float = math.inf
+    banks: Banks = NO_BANKS
 
     @property
     def is_paced(self) -> bool:
@@ -100,7 +101,7 @@ def pace_decodes(
     pace = config.pace
     period_s = pace * gap_limit_s
     earliest_at = upper_at = now + gap_limit_s
-    paced_at, spent_at, tightest_id = math.inf, math.inf, None
+    paced_at, banks, tightest_id = math.inf, NO_BANKS, None
     if num:
         requests = decodes.requests
         # A decode has emitted a token; a view that knows no instant of it counts from now.
@@ -124,11 +125,16 @@ def pace_decodes(
             first_at = _instants([request.first_token_at for request in streams], last_at)
             num_output = decodes.num_output[places]
             tpot_s = decodes.facts[TPOT_S, places]
-            saved_s = first_at + num_output * (pace * tpot_s) - next_at
-            # What an end-to-end target leaves is shared anew at every token: nothing to spend.
-            saved_s = np.maximum(np.where(tpot_s <= target_s, saved_s, 0.0), 0.0)
-            spent_at = least(next_at + saved_s)
+            is_even = tpot_s <= target_s
+            # Due where the mean since the first token would leave its pace. What an end-to-end
+            # target leaves is shared anew at every token: only what the pace keeps back is in hand.
+            due_at = np.where(is_even, first_at + num_output * (pace * tpot_s), next_at)
+            if not is_even.all():
+                kept_back_s = (1.0 - pace) * (_last_due_at(decodes)[places] - last_at)
+                due_at += np.where(is_even, 0.0, np.maximum(kept_back_s, 0.0))
+            banks = Banks(due_at - now, paced_s)
             if config.bank > 0.0:
+                saved_s = np.where(is_even, np.maximum(due_at - next_at, 0.0), 0.0)
                 next_at += config.bank * saved_s
             even_at = first_at + num_output * target_s
             worst_at = worst_due_at(even_at, last_at, target_s, config.upper_pace)
@@ -149,7 +155,8 @@ def pace_decodes(
         tightest_id=tightest_id,
         slack_s=None if tightest_id is None else paced_at - now,
         is_gap_limited=gap_at < paced_at,
-        banked_s=min(gap_at, spent_at) - now,
+        gap_left_s=gap_at - now,
+        banks=banks,
     )
 
 
@@ -164,6 +171,13 @@ def worst_due_at(
     p at worst.
     """
     return np.maximum(last_at + target_s, np.minimum(even_at, last_at + upper_pace * target_s))
+
+
+def _last_due_at(decodes: RunningTable) -> FloatArray:
+    """When the last token of each running stream is due by its end-to-end target."""
+    facts = decodes.facts[:, : decodes.num_decodes]
+    due_at: FloatArray = facts[PROMISED_AT] + facts[E2E_S]
+    return due_at
 
 
 def stream_targets_s(

@@ -164,9 +164,10 @@ class SloPlanner:
             return most_tokens_within(
                 model, decodes, head, curve, pacing.limit_s, pacing.upper_share
             )
-        # The mean and the upper bound end while every stream's own mean keeps its pace.
-        within = most_tokens_within(model, decodes, head, curve, pacing.banked_s, 1.0)
-        return own_tokens if within >= own_tokens else 0
+        # The mean and the upper bound end while the streams' own means keep their pace.
+        _, step_s = step_seconds(model, decodes, head, own_tokens)
+        saving = pacing.banks.saving(step_s, pacing.decode_s)
+        return own_tokens if step_s <= min(pacing.gap_left_s, saving.limit_s()) else 0
 
     def _drain_s(self, num_tokens: int) -> float:
         """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""

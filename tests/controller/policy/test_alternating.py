@@ -14,11 +14,10 @@ from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Slo
-from costmodel.base import LatencyEstimate
-from costmodel.features import FloatArray
 from engine.ports import EngineView
+from engine.request import Request
 from tests.controller.policy.checking import CheckedPlanner
-from tests.controller.policy.doubles import LinearCostModel, decode, view_of, waiting
+from tests.controller.policy.doubles import JumpingModel, decode, view_of, waiting
 
 TOKENS = candidate_tokens(8192)
 
@@ -82,15 +81,6 @@ def test_an_empty_curve_alternates_nothing() -> None:
     assert rate(nothing, 0.05) == (math.inf, 0.0, False)
 
 
-class JumpingModel(LinearCostModel):
-    """30 ms; 70 ms with prompts, up to 512 tokens of them; then 100 µs more per token."""
-
-    def predict(self, features: FloatArray) -> LatencyEstimate:
-        prefill = features[:, 0]
-        mean_s = 0.03 + 0.04 * (prefill > 0.0) + 1e-4 * np.maximum(prefill - 512.0, 0.0)
-        return LatencyEstimate(mean_s, mean_s)
-
-
 def prompt_tokens(view: EngineView, config: PolicyConfig | None = None) -> tuple[int, str]:
     planner = SloPlanner(config or PolicyConfig(), JumpingModel(), OutputLengths())
     step = CheckedPlanner(planner).plan(view)
@@ -113,8 +103,64 @@ def test_a_step_for_prompts_waits_until_every_stream_has_banked_enough() -> None
     num, why = prompt_tokens(stream(3, 0.06))
     assert 362 <= num <= 512
     assert why == "decode_slack"
-    # A stream that was slow so far has nothing in hand, however many tokens it has.
-    assert prompt_tokens(stream(100, 99 * 0.05))[0] == 0
+    # One that was a little slow so far has to catch up first, however many tokens it has.
+    assert prompt_tokens(stream(100, 100 * 0.0475 - 0.04))[0] == 0
+
+
+def test_nobody_waits_for_a_stream_that_is_behind_for_good() -> None:
+    # Twice as slow as promised for 200 tokens: no prompt can wait until that is made up for.
+    num, _ = prompt_tokens(stream(200, 199 * 0.1))
+    assert num >= 362
+    # Beside another one that is not, that one is banked for.
+    fresh = decode("fresh", slo=Slo(tpot_s=0.05), last_at=10.0)
+    both = [*stream(200, 199 * 0.1).running, fresh]
+    assert prompt_tokens(replace(stream(1, 0.0), running=both))[0] == 0
+
+
+def test_what_is_told_holds_beside_streams_that_are_behind() -> None:
+    for took_s in (0.0, 0.1, 0.14, 0.2, 1.0):
+        late = decode("d", slo=Slo(tpot_s=0.05), num_output=3, max_tokens=200)
+        late.first_token_at, late.last_token_at = -took_s, 0.0
+        told_s, came_s = served_beside(late)
+        assert came_s < 0.7
+        assert 0.5 * told_s < came_s < 2.0 * told_s + 0.1
+
+
+def served_beside(late: Request) -> tuple[float, float]:
+    """Seconds that a prompt is told, and those it takes, beside a stream that goes on."""
+    model, now, new = JumpingModel(), 0.0, waiting("w", 300, slo=Slo(ttft_s=5.0))
+    planner = CheckedPlanner(SloPlanner(PolicyConfig(exploration=0.0), model, OutputLengths()))
+    told_s = None
+    for step_no in range(1, 60):
+        view = view_of(now=now, step_no=step_no, running=[late], waiting=[new], num_blocks=1000)
+        step = planner.plan(view)
+        for verdict in step.admissions:
+            told_s = verdict.predicted_ttft_s if told_s is None else told_s
+        now += model.latency_of(step)
+        late.output_token_ids.append(1)
+        late.num_computed_tokens += 1
+        late.block_table = list(range(500, 500 - (-late.num_computed_tokens // 16)))
+        late.last_token_at = now
+        if step.num_prefill_tokens >= 300:
+            assert told_s is not None
+            return told_s, now
+    raise AssertionError("the prompt was never computed")
+
+
+def test_an_end_to_end_target_is_spent_by_what_its_pace_keeps_back() -> None:
+    # 2 s are left for 44 tokens, 45 ms each: a mixed step is too long, but 0.1 s may be spent.
+    one = decode("d", slo=Slo(e2e_s=12.0), num_output=20, last_at=10.0)
+    assert prompt_tokens(replace(stream(1, 0.0), running=[one]))[0] >= 362
+    # Of 0.4 s hardly anything.
+    one = decode("d", slo=Slo(e2e_s=10.4), num_output=20, last_at=10.0, max_tokens=30)
+    assert prompt_tokens(replace(stream(1, 0.0), running=[one]))[0] == 0
+
+
+def test_a_step_of_its_own_keeps_the_gap_limit() -> None:
+    jump = curve(0.04, floor_tokens=512.0)
+    period_s, saved_s = np.array([0.05]), np.zeros(1)
+    assert sustained_rate(jump, jump.mean_s, period_s, saved_s, 0.08).is_alternating[0]
+    assert not sustained_rate(jump, jump.mean_s, period_s, saved_s, 0.06).is_alternating[0]
 
 
 def test_who_has_no_token_promise_is_not_asked_to_bank() -> None:

@@ -20,6 +20,7 @@ from engine.step import AdmissionAction, StepPlan
 from tests.controller.policy.doubles import (
     GPU_FLOOR_S,
     GPU_WEIGHTS,
+    JumpingModel,
     LinearCostModel,
     Simulation,
     facts_of,
@@ -30,6 +31,8 @@ from tests.controller.policy.doubles import (
 
 BOUNDS = settings(derandomize=True, deadline=None, max_examples=20)
 MODEL = LinearCostModel(GPU_WEIGHTS, GPU_FLOOR_S)
+# On the second one prompts have steps of their own.
+models = st.sampled_from([MODEL, JumpingModel()])
 
 crowds = st.lists(
     st.tuples(
@@ -65,6 +68,7 @@ def run(
     config: PolicyConfig,
     watch: Callable[[EngineView, StepPlan], None],
     num_blocks: int = 4096,
+    model: LinearCostModel = MODEL,
 ) -> list[Request]:
     requests = [
         waiting(
@@ -77,9 +81,9 @@ def run(
         )
         for i, (at, num_prompt, max_tokens, ttft_s, tpot_s, name, on_infeasible) in enumerate(crowd)
     ]
-    planner = SloPlanner(config, MODEL, OutputLengths(default=20))
+    planner = SloPlanner(config, model, OutputLengths(default=20))
     engine = EngineConfig(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=512)
-    Simulation(Watched(planner, watch), MODEL, engine).run(requests)
+    Simulation(Watched(planner, watch), model, engine).run(requests)
     return requests
 
 
@@ -89,9 +93,10 @@ def run(
     max_overtaken=st.sampled_from([1, 3, 8]),
     num_blocks=st.sampled_from([256, 4096]),
     order_blend=st.sampled_from([0.0, 16.0]),
+    model=models,
 )
 def test_nobody_is_overtaken_more_often_than_allowed(
-    crowd: Crowd, max_overtaken: int, num_blocks: int, order_blend: float
+    crowd: Crowd, max_overtaken: int, num_blocks: int, order_blend: float, model: LinearCostModel
 ) -> None:
     overtaken: Counter[str] = Counter()
 
@@ -109,7 +114,7 @@ def test_nobody_is_overtaken_more_often_than_allowed(
                 )
 
     config = PolicyConfig(max_overtaken=max_overtaken, order_blend=order_blend)
-    run(crowd, config, watch, num_blocks)
+    run(crowd, config, watch, num_blocks, model)
     assert max(overtaken.values(), default=0) <= max_overtaken
 
 
@@ -132,9 +137,10 @@ def same_class(a: RequestView, b: RequestView) -> bool:
     crowd=crowds,
     turn_period=st.sampled_from([1, 4, 8]),
     order_blend=st.sampled_from([0.0, 16.0]),
+    model=models,
 )
 def test_with_a_free_seat_whoever_is_due_waits_for_one_turn_at_most(
-    crowd: Crowd, turn_period: int, order_blend: float
+    crowd: Crowd, turn_period: int, order_blend: float, model: LinearCostModel
 ) -> None:
     config = PolicyConfig(
         max_wait_s=0.3, turn_period=turn_period, max_overtaken=None, order_blend=order_blend
@@ -162,25 +168,27 @@ def test_with_a_free_seat_whoever_is_due_waits_for_one_turn_at_most(
             worst = max(worst, waits[oldest.request_id])
 
     # Nobody is relegated or degraded: due is who asks for no first token.
-    run([(*item[:6], OnInfeasible.REJECT) for item in crowd], config, watch)
+    run([(*item[:6], OnInfeasible.REJECT) for item in crowd], config, watch, model=model)
     assert worst < turn_period
 
 
 @BOUNDS
-@given(crowd=crowds, num_blocks=st.sampled_from([130, 4096]))
-def test_no_decode_is_ever_skipped(crowd: Crowd, num_blocks: int) -> None:
+@given(crowd=crowds, num_blocks=st.sampled_from([130, 4096]), model=models)
+def test_no_decode_is_ever_skipped(crowd: Crowd, num_blocks: int, model: LinearCostModel) -> None:
     def watch(view: EngineView, plan: StepPlan) -> None:
         served = {work.request_id for work in plan.work}
         served |= {preemption.request_id for preemption in plan.preemptions}
         assert all(r.request_id in served for r in view.running if r.is_decoding)
 
-    requests = run(crowd, PolicyConfig(), watch, num_blocks)
+    requests = run(crowd, PolicyConfig(), watch, num_blocks, model)
     assert all(request.is_finished for request in requests)
 
 
 @BOUNDS
-@given(crowd=crowds)
-def test_a_queued_promise_is_served_or_shed_before_it_is_too_old(crowd: Crowd) -> None:
+@given(crowd=crowds, model=models)
+def test_a_queued_promise_is_served_or_shed_before_it_is_too_old(
+    crowd: Crowd, model: LinearCostModel
+) -> None:
     config = PolicyConfig(max_age_factor=2.0, min_max_age_s=0.5)
 
     def watch(view: EngineView, plan: StepPlan) -> None:
@@ -192,7 +200,7 @@ def test_a_queued_promise_is_served_or_shed_before_it_is_too_old(crowd: Crowd) -
                 bound_s = max(2.0 * slo.ttft_s, 0.5)
                 assert view.now - request.arrived_at < bound_s or request.request_id in heard
 
-    for request in run(crowd, config, watch):
+    for request in run(crowd, config, watch, model=model):
         if request.finish_reason is FinishReason.REJECTED:
             assert request.admission is not None
             assert request.admission.reason
@@ -227,11 +235,13 @@ def test_who_must_start_first() -> None:
 
 
 @BOUNDS
-@given(crowd=crowds)
-def test_a_planner_that_has_run_for_long_plans_like_a_new_one(crowd: Crowd) -> None:
+@given(crowd=crowds, model=models)
+def test_a_planner_that_has_run_for_long_plans_like_a_new_one(
+    crowd: Crowd, model: LinearCostModel
+) -> None:
     config = PolicyConfig(max_overtaken=2, max_wait_s=0.5)
 
     def watch(view: EngineView, plan: StepPlan) -> None:
-        assert SloPlanner(config, MODEL, OutputLengths(default=20)).plan(view) == plan
+        assert SloPlanner(config, model, OutputLengths(default=20)).plan(view) == plan
 
-    run(crowd, config, watch, 256)
+    run(crowd, config, watch, 256, model)

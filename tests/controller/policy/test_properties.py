@@ -22,6 +22,7 @@ from engine.request import Request, RequestPhase
 from tests.controller.policy.checking import CheckedPlanner, check_plan
 from tests.controller.policy.doubles import (
     BrokenCostModel,
+    JumpingModel,
     LinearCostModel,
     Simulation,
     decode,
@@ -45,6 +46,7 @@ models = st.sampled_from(
         LinearCostModel(),
         LinearCostModel(margin=0.5),
         LinearCostModel((1e-9,) * 5, 1e-9),
+        JumpingModel(),
         BrokenCostModel(math.nan),
         BrokenCostModel(math.inf),
         BrokenCostModel(-1.0),
@@ -58,6 +60,11 @@ configs = st.builds(
     token_budget=st.sampled_from([None, 8, 64]),
     drain_steps=st.sampled_from([1.0, 8.0, math.inf]),
     patience=st.sampled_from([0.1, 1.0]),
+    patience_s=st.sampled_from([0.05, 10.0]),
+    stream_knee_share=st.sampled_from([0.05, 1.0]),
+    upper_pace=st.sampled_from([1.0, 1.5]),
+    gap_limit_s=st.sampled_from([0.08, 1.0]),
+    max_overtaken=st.sampled_from([None, 1, 64]),
     exploration=st.sampled_from([0.0, 0.5]),
     split_threshold=st.sampled_from([0, 64]),
     turn_period=st.integers(1, 4),
