@@ -115,6 +115,7 @@ class StepRecord:
     num_blocks_cached: int | None = None
     num_chunks: int | None = None
     num_prompt_logits: int | None = None
+    num_failed_swaps: int | None = None
     work: tuple[StepWorkRecord, ...] = ()
 
     @classmethod
@@ -176,6 +177,7 @@ class StepRecord:
             failure=report.failure,
             num_retries=report.num_retries,
             num_swapped_blocks=report.num_swapped_blocks,
+            num_failed_swaps=report.num_failed_swaps,
             num_blocks_cached=report.num_blocks_cached,
             num_chunks=chunks,
             num_prompt_logits=logits,

@@ -189,9 +189,10 @@ def _prediction(connection: Connection, where: _Conditions) -> Summary:
         *where,
         _STEP.predicted_mean_s.is_not(None),
         _STEP.failure.is_(None),
-        # One forward was predicted: neither a search for a failure nor KV on the move.
+        # One forward was predicted: neither a search for a failure nor KV on the move, or tried.
         func.coalesce(_STEP.num_retries, 0) == 0,
         func.coalesce(_STEP.num_swapped_blocks, 0) == 0,
+        func.coalesce(_STEP.num_failed_swaps, 0) == 0,
         _STEP.duration_s > 0,
     ]
     regime = case(

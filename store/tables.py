@@ -95,6 +95,8 @@ step = Table(
     # Since revision 0003; NULL in older rows.
     Column("num_chunks", BigInteger),
     Column("num_prompt_logits", BigInteger),
+    # Since revision 0005; NULL in older rows.
+    Column("num_failed_swaps", BigInteger),
 )
 Index(None, step.c.at, step.c.run_id, step.c.step_no)
 

@@ -99,8 +99,8 @@ def synthetic_series(
 def stored_series(reader: StepReader, run_id: str, max_steps: int = 20_000) -> StepSeries:
     """Return the steps that a server run stored, oldest first; SourceError if there are none.
 
-    Left out, as in the teaching of the server itself: steps that failed, that repeated a forward or
-    moved KV.
+    Left out, as in the teaching of the server itself: steps that failed, that repeated a forward,
+    that moved KV or tried to (told since revision 0005 of the database).
     """
     rows: list[dict[str, Any]] = []
     cursor: str | None = None
@@ -124,7 +124,8 @@ def stored_series(reader: StepReader, run_id: str, max_steps: int = 20_000) -> S
 
 
 def _is_spoilt(row: dict[str, Any]) -> bool:
-    return bool(row["failure"] or row["num_retries"] or row["num_swapped_blocks"])
+    moves = ("num_swapped_blocks", "num_failed_swaps")
+    return bool(row["failure"] or row["num_retries"] or any(row[name] for name in moves))
 
 
 def measured_series(

@@ -197,6 +197,7 @@ def _is_a_lesson(row: Mapping[str, Any]) -> bool:
         row["failure"] is None
         and not row["num_retries"]
         and not row["num_swapped_blocks"]
+        and not row["num_failed_swaps"]
         and math.isfinite(seconds)
         and seconds > 0
     )

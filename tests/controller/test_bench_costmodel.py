@@ -146,20 +146,21 @@ def test_stored_steps_come_back_in_order_without_those_that_never_taught(tmp_pat
         make_step(2001, failure="boom"),
         make_step(2002, num_retries=1),
         make_step(2003, num_swapped_blocks=4),
+        make_step(2004, num_failed_swaps=1),
     ]
-    url = stored(tmp_path / "t.db", *good, *spoilt, make_step(2004, num_chunks=None))
+    url = stored(tmp_path / "t.db", *good, *spoilt, make_step(2005, num_chunks=None))
     reader = TelemetryReader.open(url)
     series = stored_series(reader, "run-a")
     few = stored_series(reader, "run-a", max_steps=10)
     with pytest.raises(SourceError, match="stored no step"):
         stored_series(reader, "run-x")
     reader.close()
-    assert series.num_left_out == 3
+    assert series.num_left_out == 4
     assert [step.latency_s for step in series.steps] == [*(0.1 + n for n in range(1200)), 0.1]
     first, last = series.steps[1].features, series.steps[-1].features
     assert (first.num_chunks, first.num_prompt_logits, first.num_decode_requests) == (1.0, 1.0, 1.0)
     assert last.num_chunks == 0.0
-    assert len(few.steps) == 7, "the newest ten, three of which are spoilt"
+    assert len(few.steps) == 6, "the newest ten, four of which are spoilt"
 
 
 @pytest.mark.parametrize("learner", LEARNERS)

@@ -211,6 +211,9 @@ def test_prediction_error_and_coverage_by_regime(url: str) -> None:
         # Neither a failed step nor one without a prediction says anything about the model.
         make_step(5, failure="device lost", duration_s=9.0),
         make_step(6, predicted_mean_s=None, predicted_upper_s=None),
+        # Nor one that paid for a swap, or for one that failed.
+        make_step(7, duration_s=9.0, num_swapped_blocks=1),
+        make_step(8, duration_s=9.0, num_failed_swaps=1),
     )
     prediction = reader.summary()["prediction"]
     assert prediction["num_steps"] == 4

@@ -38,6 +38,7 @@ def make_report(decision: StepDecision | None) -> StepReport:
         num_retries=2,
         num_swapped_blocks=3,
         num_blocks_cached=4,
+        num_failed_swaps=5,
     )
 
 
@@ -60,6 +61,7 @@ def test_report_to_record() -> None:
     assert (record.clock_s, record.num_emitted_tokens) == (100.0, 2)
     moved = (record.num_retries, record.num_swapped_blocks, record.num_blocks_cached)
     assert moved == (2, 3, 4)
+    assert record.num_failed_swaps == 5
 
 
 def test_a_planner_that_gives_no_account() -> None:
