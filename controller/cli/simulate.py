@@ -247,7 +247,9 @@ def simulate(
         report = _sweep(
             scene, base, policies, best_static or [], level, loads, seed_list, workers, results
         )
-    except (ValueError, SimulationError, OSError) as error:
+    except OSError as error:
+        _fail(f"{error.filename or '--out'}: {error.strerror or error}")
+    except (ValueError, SimulationError) as error:
         _fail(str(error))
     print_report(report)
     if out is not None:

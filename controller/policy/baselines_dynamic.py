@@ -31,12 +31,12 @@ class SlackGreedyPlanner(BaselinePlanner):
     """The largest chunk whose mean fits `slack_factor` times the decodes' slack; prompts by
     deadline blended with shortest remaining.
 
-    Slack is what a stream has banked: the deadline Dₙ of its next token less now. With `is_even` it
-    is counted from the first token, as TPOT is judged: Dₙ counts from T at the earliest, so that a
-    stream that was early keeps every Dₙ and misses p. A prompt's key is its first-token deadline
-    plus `alpha_s` seconds per remaining token; one that would miss its deadline if it were served
-    next is relegated behind the others. That is once and for all without a memory: who is late if
-    served next is later still if not. ValueError names the argument.
+    Slack is what a stream has banked: the deadline Dₙ of its next token less now, as published. A
+    stream whose first token came before T keeps every Dₙ that way and misses p, which is judged
+    from the first token: with `is_even` slack is counted from there. A prompt's key is its
+    first-token deadline plus `alpha_s` seconds per remaining token; one that would miss its
+    deadline if it were served next is relegated behind the others. That is once and for all without
+    a memory: who is late if served next is later still if not. ValueError names the argument.
     """
 
     def __init__(

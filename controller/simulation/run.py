@@ -219,7 +219,7 @@ def check_classes(workload: Workload, config: SimulationConfig) -> None:
     for name in workload.class_counts:
         if name is not None and name not in known:
             raise ValueError(
-                f"workload {workload.name!r} names class {name!r};"
+                f"workload {workload.name!r} names class {name!r}, which has no targets;"
                 f" known: {', '.join(sorted(known))}"
             )
 

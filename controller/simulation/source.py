@@ -57,7 +57,10 @@ class WorkloadSource:
     def __post_init__(self) -> None:
         """Check that there is one source."""
         if (self.trace is None) == (self.generator is None):
-            raise SourceError("give a trace or a generator, and not both")
+            given = "nothing" if self.trace is None else "both"
+            raise SourceError(f"give a trace or a generator: {given} was given")
+        if self.is_by_length and not self.mix:
+            raise SourceError("mix must say which classes are given by length")
 
     @property
     def files(self) -> list[str]:

@@ -223,7 +223,9 @@ def test_an_empty_workload_ends_at_once() -> None:
 
 
 def test_unknown_names_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ValueError, match="class 'gold'; known: batch, chat, default"):
+    with pytest.raises(
+        ValueError, match="class 'gold', which has no targets; known: batch, chat, default"
+    ):
         simulate(Workload("w", (Arrival(0.0, 1, 1, "gold"),)), "slo", A100_8B, CONFIG)
     with pytest.raises(ValueError, match="nonsense"):
         simulate(crowd(1), "nonsense", A100_8B, CONFIG)
