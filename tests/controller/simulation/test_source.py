@@ -102,7 +102,7 @@ def test_a_source_survives_pickling_and_is_json(trace: str, is_trace: bool) -> N
 
 @pytest.mark.parametrize("words", [{}, {"trace": "x", "generator": STEADY}])
 def test_a_source_is_one_thing(words: dict[str, str]) -> None:
-    with pytest.raises(SourceError, match="give a trace or a generator: (nothing|both) was given"):
+    with pytest.raises(SourceError, match=r"give a trace or a generator: (nothing|both) was given"):
         WorkloadSource(**words)  # type: ignore[arg-type]
 
 
