@@ -101,8 +101,10 @@ def build_runtime(
         migrate(settings.db)
     except StoreError as error:
         raise StartupError(f"--db: {error}") from error
-    engine = _load(settings, progress)
-    settings, tuned_for = _first_fitting(engine, [(settings, tuned_for), *otherwise])
+    choices = [(settings, tuned_for), *otherwise]
+    # Which of them it will be is known once the device is: graphs for the most seats serve all.
+    engine = _load(settings, max(each.max_num_seqs for each, _ in choices), progress)
+    settings, tuned_for = _first_fitting(engine, choices)
     clock = MonotonicClock()
     config = _engine_config(settings, engine)
     try:
@@ -211,7 +213,7 @@ def build_runtime(
     )
 
 
-def _load(settings: Settings, progress: Progress) -> LoadedEngine:
+def _load(settings: Settings, max_num_seqs: int, progress: Progress) -> LoadedEngine:
     # Imported here: only a server needs torch, and importing it costs seconds.
     from engine.device.loading import DeviceOptions, load_engine
     from engine.device.model import ModelLoadError
@@ -226,7 +228,7 @@ def _load(settings: Settings, progress: Progress) -> LoadedEngine:
         chat_template=_chat_template(settings.chat_template),
         seed=settings.seed,
         host_kv_bytes=_host_kv_bytes(settings.swap_space),
-        max_graph_batch=0 if settings.is_eager_enforced else settings.max_num_seqs,
+        max_graph_batch=0 if settings.is_eager_enforced else max_num_seqs,
     )
     try:
         return load_engine(settings.model, options, progress)

@@ -11,6 +11,8 @@ import pytest
 from controller.config import Settings, load_settings
 from controller.runtime.tuned_for import TunedFor
 from controller.runtime.wiring import StartupError, build_runtime
+from engine.device import loading
+from engine.device.loading import DeviceOptions, LoadedEngine, load_engine
 from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.device
@@ -55,8 +57,15 @@ def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Setti
 
 
 def test_a_profile_that_nobody_asked_for_gives_way_to_one_that_fits_or_to_the_defaults(
-    settings: Settings, caplog: pytest.LogCaptureFixture
+    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[DeviceOptions] = []
+
+    def load(source: str, options: DeviceOptions, progress: Any) -> LoadedEngine:
+        asked.append(options)
+        return load_engine(source, options, progress)
+
+    monkeypatch.setattr(loading, "load_engine", load)
     plain = settings.model_copy(update={"max_num_seqs": 5})
     other = TunedFor("gpu", "tiny", "cuda (another)", source=settings.model)
     runtime = build_runtime(settings, SILENT, other, [(plain, None)])
@@ -71,5 +80,7 @@ def test_a_profile_that_nobody_asked_for_gives_way_to_one_that_fits_or_to_the_de
     runtime = build_runtime(settings, SILENT, other, [(tuned, mine), (plain, None)])
     runtime.close()
     assert runtime.engine_config.max_num_seqs == 9
+    # Whichever it is, its graphs are there.
+    assert [each.max_graph_batch for each in asked] == [7, 9]
     # Each device has one of its own: there is nothing to warn of.
     assert "left out" not in caplog.text
