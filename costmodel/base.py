@@ -27,8 +27,8 @@ class LatencyEstimate(NamedTuple):
 class MarginalCosts:
     """What one more unit of work costs, in seconds, and where throughput flattens.
 
-    `knee_tokens` is the prefill budget beyond which tokens per second grow little (work has reached
-    90 % of the asymptotic rate). `floor_s` is the cost of an almost empty step. `extra_chunk_s` is
+    `knee_tokens` is the prefill budget beyond which tokens per second grow little (about 90 % of
+    the best rate is reached). `floor_s` is the cost of an almost empty step. `extra_chunk_s` is
     what one more prompt in the step costs beside its tokens, `prompt_logit_s` a prompt that ends.
     """
 

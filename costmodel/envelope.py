@@ -135,7 +135,8 @@ class Envelope:
 
     def _knee_tokens(self) -> int:
         """Return the smallest chunk n on an idle engine whose rate n / L(n) is 90 % of the best
-        rate that there is.
+        rate that every plane allows: never below the knee of the envelope, a little beyond it where
+        planes cross before either reaches its best.
 
         Each plane says L(n) = c + a·n + s·n² (c: intercept and prefill jump; one chunk, no past).
         Its rate is highest at n = √(c/s), where it is 1 / (a + 2√(cs)); without a square it tends

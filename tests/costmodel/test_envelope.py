@@ -94,6 +94,17 @@ def test_the_knee_is_where_a_search_finds_it(floor: list[float], work: list[floa
     assert envelope.marginals().knee_tokens == pytest.approx(found, rel=0.02, abs=2)
 
 
+def test_the_knee_of_planes_that_cross_is_never_below_that_of_a_search() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        planes = np.zeros((3, NUM_BASIS))
+        planes[:, 0] = 10.0 ** rng.uniform(-3.0, -1.0, 3)
+        planes[:, 2] = 10.0 ** rng.uniform(-5.0, -3.0, 3)
+        planes[:, 6] = 10.0 ** rng.uniform(-10.0, -7.0, 3)
+        envelope = Envelope(list(planes))
+        assert envelope.marginals().knee_tokens >= 0.98 * _knee_by_search(envelope) - 2
+
+
 def test_without_a_cost_per_prefill_token_there_is_no_knee() -> None:
     envelope = Envelope([np.array([0.01, 0, 0, 0.001, *[0] * 5])] * 2)
     costs = envelope.marginals()

@@ -32,6 +32,7 @@ def test_every_shape_of_the_sweep_respects_the_limits(
 
 
 def test_a_sweep_holds_every_regime_where_there_is_room() -> None:
+    assert max(shape.num_chunk_tokens for shape in sweep_plan(8192, 64, 8192)) == 1024
     regimes = {shape.features().regime for shape in sweep_plan(2048, 64, 4096)}
     assert len(regimes) == 3
 

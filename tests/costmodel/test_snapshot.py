@@ -14,6 +14,7 @@ from costmodel.basis import NUM_BASIS
 from costmodel.fields import SnapshotError, read_array, read_count, read_numbers
 from costmodel.prior import flat_prior
 from costmodel.recursive import RecursiveLeastSquares
+from costmodel.refitted import RefittedLeastSquares
 from costmodel.snapshot import SnapshotKey, dump_model, load_model
 from costmodel.synthetic import TWO_CORES, synthetic_steps
 from costmodel.window import QualityWindow
@@ -241,6 +242,17 @@ def test_what_a_model_stores_is_never_refused(learner: Any) -> None:
     load_model(dump_model(model, KEY), KEY)
     model.change_speed(1e6)
     load_model(dump_model(model, KEY), KEY)
+
+
+def test_the_served_learner_comes_back_without_its_window_of_steps() -> None:
+    model = flat_prior(RefittedLeastSquares)
+    for step in islice(synthetic_steps(TWO_CORES), 150):
+        model.observe(step.features, step.measured_s)
+    twin = load_model(json.loads(json.dumps(dump_model(model, KEY))), KEY)
+    assert isinstance(twin, RefittedLeastSquares)
+    assert model.num_remembered > 100
+    assert (twin.num_remembered, twin.refit_job()) == (0, None)
+    assert twin.coefficients == model.coefficients
 
 
 def test_an_error_against_next_to_nothing_leaves_the_mean_finite() -> None:
