@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from controller.bench.goals_calm import Calm, g2_checks, measure_calm
 from controller.bench.goals_cases import (
     Case,
     Inputs,
@@ -30,21 +31,18 @@ from controller.bench.goals_goodput import (
     g1b_checks,
     measure_goodput,
 )
+from controller.bench.goals_overload import Overload, g3_checks, measure_overload
 from controller.bench.goals_promises import (
     Loads,
-    g2_checks,
-    g3_checks,
     g6_checks,
-    measure_calm,
     measure_curve,
-    measure_overload,
 )
 from controller.bench.goals_runs import Missing, Runs
 from controller.bench.goals_verdicts import Check
 from controller.policy.settings import PolicyConfig
 
 GOALS: Final = ("g1", "g1b", "g2", "g3", "g6", "curve")
-STUDY_FORMAT: Final = 1
+STUDY_FORMAT: Final = 2
 _FAMILIES: Final = {
     "g1": ("edf", "fcfs", "slack-greedy", "slack-greedy-even", "smallest-feasible", A_DEFAULT),
     "g1b": ("edf-shed",),
@@ -66,8 +64,8 @@ class Study:
     goals: tuple[str, ...]
     steady: tuple[CaseGoodput, ...] = ()
     changing: tuple[CaseGoodput, ...] = ()
-    calm: tuple[tuple[Case, Loads | Missing], ...] = ()
-    overload: tuple[tuple[Case, Loads | Missing], ...] = ()
+    calm: tuple[tuple[Case, Calm | Missing], ...] = ()
+    overload: tuple[tuple[Case, Overload | Missing], ...] = ()
     curve: Loads | Missing | None = None
     checks: tuple[Check, ...] = ()
     num_runs: int = 0
@@ -152,8 +150,10 @@ def _judged(study: Study, runs: Runs) -> Study:
     return replace(study, checks=tuple(checks), num_runs=runs.num_done)
 
 
-def _pairs(pairs: Sequence[tuple[Case, Loads | Missing]]) -> list[dict[str, Any]]:
+def _pairs(
+    pairs: Sequence[tuple[Case, Calm | Missing]] | Sequence[tuple[Case, Overload | Missing]],
+) -> list[dict[str, Any]]:
     return [
-        found.to_json() if isinstance(found, Loads) else {"case": case.name, "missing": found}
+        {"case": case.name, "missing": found} if isinstance(found, Missing) else found.to_json()
         for case, found in pairs
     ]

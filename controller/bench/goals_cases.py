@@ -30,6 +30,8 @@ OVERLOAD_MIX: Final[Mix] = (("chat", 20.0), ("code", 30.0), ("batch", 50.0))
 # Weights stand against prompt lengths: ratios beyond those of the lengths are priorities.
 WEIGHTS: Final = {"chat": 1000.0, "code": 30.0, "batch": 1.0}
 TOP_CLASS: Final = "chat"
+# Arrivals of an overload: four times the longest TTFT target, so that a backlog cannot hide it.
+OVERLOAD_S: Final = 240.0
 # Seconds and seconds per token.
 _AZURE: Final = {"chat": (1.0, 0.05), "code": (2.0, 0.1), "batch": (60.0, 0.5)}
 _MOONCAKE: Final = {"chat": (4.0, 0.05), "code": (10.0, 0.1), "batch": (60.0, 0.5)}
@@ -89,12 +91,17 @@ class Case:
         """Return the multiple of the workload's own rate that is `rate` requests per second."""
         return rate / self.base_rate
 
+    def lasting(self) -> Case:
+        """Return the case with arrivals that last as long as an overload is watched."""
+        return replace(self, scene=replace(self.scene, horizon_s=OVERLOAD_S))
+
     def weighted(self) -> Case:
-        """Return the case with the shares and weights of an overload."""
+        """Return the case with the shares, the weights and the length of an overload."""
         scene, config = self.scene, self.scene.config
         classes = tuple(replace(each, weight=WEIGHTS[each.name]) for each in config.classes)
         source = replace(scene.source, mix=OVERLOAD_MIX)
-        scene = replace(scene, source=source, config=replace(config, classes=classes))
+        config = replace(config, classes=classes)
+        scene = replace(scene, source=source, config=config, horizon_s=OVERLOAD_S)
         return replace(self, scene=scene)
 
 

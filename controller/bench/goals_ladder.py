@@ -173,14 +173,16 @@ def _has_fallen(points: Sequence[Sequence[float]], level: float) -> bool:
 class Race:
     """Scores policies for `search_budget`: how far up the ladder each of them holds a level.
 
-    A score is (rung at which it first fails, attainment there). Whoever comes later begins at the
-    rung at which the best so far failed: a loser costs one run, not a walk.
+    A score is (rung at which it first fails, mean attainment of the seeds there). Whoever comes
+    later begins at the rung at which the best so far failed: a loser costs one run, not a walk.
     """
 
-    def __init__(self, attain: Attain, level: float, seed: int, start: int, span: Span) -> None:
+    def __init__(
+        self, attain: Attain, level: float, seeds: Sequence[int], start: int, span: Span
+    ) -> None:
         self._attain = attain
         self._level = level
-        self._seed = seed
+        self._seeds = tuple(seeds)
         self._span = span
         self._next = min(max(start, span.floor), span.ceiling)
         self._is_first = True
@@ -210,7 +212,7 @@ class Race:
         return float(rung), value
 
     def _at(self, policy: str, rung: int) -> float:
-        return self._attain(policy, rung, (self._seed,))[0]
+        return statistics.fmean(self._attain(policy, rung, self._seeds))
 
 
 def _from_the_middle(policy: str) -> tuple[float, str]:

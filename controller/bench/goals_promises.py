@@ -1,4 +1,4 @@
-"""What is kept at given loads: G2 (calm streams), G3 (overload), G6 (bounds), and the load curve.
+"""What is kept at given loads: policies at multiples of a rate, G6 (bounds), and the load curve.
 
 Owns which loads are run and which numbers are taken of them. Must not know how a run is made or a
 report looks.
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from controller.bench.goals_cases import TOP_CLASS, Case
-from controller.bench.goals_goodput import KNEE, OURS, Best, CaseGoodput, best_of
-from controller.bench.goals_runs import Missing, NotMeasuredError, Runs
+from controller.bench.goals_cases import Case
+from controller.bench.goals_goodput import KNEE, OURS, Best, CaseGoodput
+from controller.bench.goals_runs import NotMeasuredError, Runs
 from controller.bench.goals_scene import EXTRA
-from controller.bench.goals_verdicts import Check, Measured, percent
+from controller.bench.goals_verdicts import Check, Measured
 from controller.simulation.sweep import SweepRow, SweepTask
 
-CALM_LOADS: Final = (0.6, 0.7, 0.8)
-OVERLOADS: Final = (1.0, 1.25, 1.5, 2.0)
-JUDGED_OVERLOAD: Final = 1.5
 CURVE_LOADS: Final = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 CURVE_SEEDS: Final = 3
-_EQUAL: Final = 0.01
-_NOT_REACHED: Final = "no rate holds 90 %"
+NOT_REACHED: Final = "no rate holds 90 %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +31,10 @@ class Point:
     factor: float
     rate: float
     rows: tuple[SweepRow, ...]
+
+    def first(self, num_seeds: int) -> Point:
+        """Return the same with the first seeds alone."""
+        return replace(self, rows=self.rows[:num_seeds])
 
     def by_seed(self, number: Callable[[dict[str, Any]], float | None]) -> list[float]:
         """Return a number of each row's measures, without the rows that have none."""
@@ -127,6 +127,21 @@ def extra(name: str) -> Callable[[dict[str, Any]], float | None]:
     return number
 
 
+def settled(measures: dict[str, Any]) -> float:
+    """Return the share of the requests of the middle of a run that missed a target."""
+    return float(measures[EXTRA]["settled"]["missed"])
+
+
+def settled_of(name: str) -> Callable[[dict[str, Any]], float | None]:
+    """Return what reads the share of a class in the middle of a run that missed a target."""
+
+    def number(measures: dict[str, Any]) -> float | None:
+        value = measures[EXTRA]["settled"]["classes"].get(name)
+        return None if value is None else float(value)
+
+    return number
+
+
 useful = extra("useful_work_per_s")
 """Reads tokens per second computed for requests that met every target, while the load lasts."""
 
@@ -161,105 +176,6 @@ def run_loads(
     return Loads(case, knee, tuple(points))
 
 
-def measure_calm(case: Case, runs: Runs, seeds: Sequence[int]) -> Loads:
-    """Return our planner and the better static budget of `edf` and `edf-shed` at 60–80 % of the
-    latter's goodput; the first policy is ours. NotMeasuredError if no rate holds 90 %.
-    """
-    found = [best_of(case, runs, seeds, family, KNEE) for family in ("edf", "edf-shed")]
-    best = max(found, key=lambda each: each.curve.goodput(KNEE).rate or 0.0).curve
-    knee = best.goodput(KNEE).rate
-    if knee is None:
-        raise NotMeasuredError(_NOT_REACHED)
-    return run_loads(case, runs, (OURS, best.policy), knee, CALM_LOADS, seeds)
-
-
-def g2_checks(cases: Sequence[tuple[Case, Loads | Missing]]) -> list[Check]:
-    """Return the checks of G2: P90 TPOT against the best static budget's, and the longest gap."""
-    checks = []
-    for case, loads in cases:
-        for factor in CALM_LOADS:
-            claim = f"P90 TPOT over the best static budget's at {percent(factor)} of its goodput"
-            gap_claim = f"longest gap over the target at {percent(factor)}"
-            if isinstance(loads, Missing):
-                checks += [
-                    Check("G2", claim, case.name, 0.75, False, "×", None, str(loads)),
-                    Check("G2", gap_claim, case.name, 1.1, False, "×", None, str(loads)),
-                ]
-                continue
-            ours, theirs = (loads.at(policy, factor) for policy in loads.policies)
-            number = overall("tpot_s", "p90")
-            pairs = zip(ours.by_seed(number), theirs.by_seed(number), strict=True)
-            ratio = Measured.of([mine / other for mine, other in pairs])
-            is_equal = ours.attainment >= theirs.attainment - _EQUAL
-            note = f"{theirs.policy}; kept {ours.attainment:.1%} against {theirs.attainment:.1%}"
-            checks.append(Check("G2", claim, case.name, 0.75, False, "×", ratio, note, is_equal))
-            gap = ours.measured(extra("gap_share_max"))
-            p99, other_gap = (
-                point.mean(extra(name))
-                for point, name in ((ours, "gap_share_p99"), (theirs, "gap_share_max"))
-            )
-            note = f"P99 {p99:.2f}×; {theirs.policy} {other_gap:.2f}×"
-            worst = None if gap is None else Measured(gap.high, gap.low, gap.high)
-            checks.append(Check("G2", gap_claim, case.name, 1.1, False, "×", worst, note))
-    return checks
-
-
-def measure_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Loads:
-    """Return our planner, with weights, and the best FCFS at multiples of our goodput.
-
-    All seeds at the load that is judged, the first ones at the others. NotMeasuredError if either
-    has none.
-    """
-    best = found.best("fcfs")
-    if found.knee is None or best is None:
-        raise NotMeasuredError(_NOT_REACHED)
-    policies = (OURS, best.curve.policy)
-    case, few = found.case.weighted(), seeds[:CURVE_SEEDS]
-    points: list[Point] = []
-    for factor in OVERLOADS:
-        chosen = seeds if factor == JUDGED_OVERLOAD else few
-        points += run_loads(case, runs, policies, found.knee, (factor,), chosen).points
-    return Loads(case, found.knee, tuple(points))
-
-
-def g3_checks(cases: Sequence[tuple[Case, Loads | Missing]]) -> list[Check]:
-    """Return the checks of G3 at 1.5 times the goodput."""
-    checks = []
-    claims = (
-        (f"{TOP_CLASS} missed at 1.5×", 0.01, False, "%"),
-        ("all missed at 1.5×, over FCFS at its best", 0.3, False, "×"),
-        ("useful tokens/s at 1.5× over their peak", 0.95, True, "×"),
-    )
-    for case, loads in cases:
-        if isinstance(loads, Missing):
-            checks += [Check("G3", *_spread(case, c), None, str(loads)) for c in claims]
-            continue
-        policy, other = loads.policies
-        ours, theirs = (loads.at(name, JUDGED_OVERLOAD) for name in (policy, other))
-        peak = max(loads.at(policy, factor).mean(useful) for factor in OVERLOADS)
-        pairs = zip(ours.by_seed(missed), theirs.by_seed(missed), strict=True)
-        numbers = (
-            ours.measured(missed_of(TOP_CLASS)),
-            Measured.of([mine / max(his, 1e-9) for mine, his in pairs]),
-            Measured.of([value / peak for value in ours.by_seed(useful)]) if peak else None,
-        )
-        notes = (
-            f"{other}: {theirs.mean(missed_of(TOP_CLASS)):.1%}",
-            f"{ours.mean(missed):.1%} against {theirs.mean(missed):.1%} ({other})",
-            f"{ours.mean(useful):,.0f} of {peak:,.0f}",
-        )
-        checks += [
-            Check("G3", *_spread(case, claim), number, note)
-            for claim, number, note in zip(claims, numbers, notes, strict=True)
-        ]
-    return checks
-
-
-def _spread(case: Case, claim: tuple[str, float, bool, str]) -> tuple[str, str, float, bool, str]:
-    text, wanted, is_least, unit = claim
-    return text, case.name, wanted, is_least, unit
-
-
 def g6_checks(rows: Sequence[SweepRow], max_overtaken: int | None) -> list[Check]:
     """Return the checks of G6 over all runs of our planner: the worst of each bound."""
     claims: list[tuple[str, str, float]] = [
@@ -285,7 +201,7 @@ def measure_curve(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Loads
     NotMeasuredError if we have none.
     """
     if found.knee is None:
-        raise NotMeasuredError(_NOT_REACHED)
+        raise NotMeasuredError(NOT_REACHED)
     bests = [each for each in found.baselines.values() if isinstance(each, Best)]
     names = dict.fromkeys(each.curve.policy for each in bests if each.level == KNEE)
     seeds = seeds[:CURVE_SEEDS]

@@ -6,19 +6,22 @@ Owns rows and columns. Must not judge or simulate.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from controller.bench.goals_calm import CALM_LOADS, Calm
 from controller.bench.goals_cases import TOP_CLASS, Case, targets_of
 from controller.bench.goals_goodput import OURS, Best, CaseGoodput
 from controller.bench.goals_ladder import Curve
+from controller.bench.goals_overload import Overload
 from controller.bench.goals_promises import (
     CURVE_LOADS,
     Loads,
     Point,
     extra,
-    missed,
     missed_of,
     overall,
+    settled,
+    settled_of,
     useful,
 )
 from controller.bench.goals_runs import Missing
@@ -60,49 +63,62 @@ def goodput_table(cases: Sequence[CaseGoodput]) -> str:
     return table(("case", "policy", *(f"{percent(level)} kept" for level in levels)), rows)
 
 
-def calm_table(cases: Sequence[tuple[Case, Loads | Missing]]) -> str:
+def calm_table(cases: Sequence[tuple[Case, Calm | Missing]]) -> str:
     """Return attainment, TPOT and gaps of one class at moderate loads."""
     rows = []
-    for case, loads in cases:
-        if isinstance(loads, Missing):
+    for case, found in cases:
+        if isinstance(found, Missing):
             continue
+        calmest = [found.calmest(factor) for factor in CALM_LOADS]
         rows += [
             [
                 case.name,
                 f"{percent(point.factor)} ({point.rate:.2f}/s)",
                 point.policy,
-                f"{point.attainment:.1%}",
+                f"{point.attainment:.2%}",
                 _ms(point.mean(overall("tpot_s", "p50"))),
                 _ms(point.mean(overall("tpot_s", "p90"))),
                 _ms(point.mean(overall("ttft_s", "p90"))),
                 f"{point.mean(extra('gap_share_p99')):.2f}×",
                 f"{max(point.by_seed(extra('gap_share_max')), default=0.0):.2f}×",
             ]
-            for point in loads.points
+            for point in (*found.loads.points, *calmest)
+            if point is not None
         ]
     head = ("case", "load", "policy", "kept", "TPOT P50", "TPOT P90", "TTFT P90")
     return table((*head, "longest gaps / target, P99", "worst"), rows)
 
 
-def overload_table(cases: Sequence[tuple[Case, Loads | Missing]]) -> str:
+def overload_table(cases: Sequence[tuple[Case, Overload | Missing]]) -> str:
     """Return what is missed, by class, and what is useful at and beyond the knee."""
     rows = []
-    for case, loads in cases:
-        if isinstance(loads, Missing):
+    for case, found in cases:
+        if isinstance(found, Missing):
             continue
         classes = [name for name, *_ in targets_of(case)]
         rows += [
             [
                 case.name,
+                mix,
                 f"{point.factor:g}× ({point.rate:.2f}/s)",
                 point.policy,
-                f"{point.mean(missed):.1%}",
-                " / ".join(f"{point.mean(missed_of(name)):.1%}" for name in classes),
+                f"{point.mean(settled):.1%}",
+                " / ".join(f"{point.mean(settled_of(name)):.1%}" for name in classes),
                 f"{point.mean(useful):,.0f}",
             ]
+            for loads, mix in ((found.weighted, "20/30/50"), (found.even, "50/30/20, equal"))
+            if loads is not None
             for point in loads.points
         ]
-    head = ("case", "load", "policy", "missed", f"by class, {TOP_CLASS} first", "useful tokens/s")
+    head = (
+        "case",
+        "shares",
+        "load",
+        "policy",
+        "missed",
+        f"by class, {TOP_CLASS} first",
+        "useful tokens/s",
+    )
     return table(head, rows)
 
 
@@ -139,8 +155,8 @@ def curve_tables(loads: Loads | Missing) -> list[str]:
     ]
 
 
-def workloads_table(cases: Sequence[Case]) -> str:
-    """Return what each case is made of."""
+def workloads_table(cases: Sequence[Case], lasts_s: Mapping[str, float]) -> str:
+    """Return what each case is made of; `lasts_s` is by case how long it lasts at our goodput."""
     rows = []
     for case in cases:
         source = case.scene.source
@@ -154,8 +170,13 @@ def workloads_table(cases: Sequence[Case]) -> str:
         if source.trace is None:
             mix = "in turn, 40 s each: the first alone, then 60/40"
         rate = "–" if source.trace is None else f"{case.base_rate:.2f}/s"
-        rows.append([case.name, str(case.num_requests), rate, promised, mix])
-    return table(("case", "requests", "own rate", "promised", "shares of classes, %"), rows)
+        lasts = f"{lasts_s[case.name]:.0f} s" if case.name in lasts_s else "–"
+        if source.trace is None:
+            # A generator draws more requests in the same time.
+            lasts = f"{case.scene.workload(1.0, 0).duration_s:.0f} s"
+        rows.append([case.name, str(case.num_requests), rate, lasts, promised, mix])
+    head = ("case", "requests", "own rate", "lasts, at our 90 % goodput", "promised")
+    return table((*head, "shares of classes, %"), rows)
 
 
 def _at(curve: Curve, level: float) -> str:

@@ -7,13 +7,15 @@ gaps against their targets, useful tokens while a load lasts. Must not judge the
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
+from controller.policy.baselines import StaticPlanner
 from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
 from controller.policy.policies import make_planner
 from controller.policy.settings import PolicyConfig
@@ -22,37 +24,54 @@ from controller.simulation.records import SimulatedRequest
 from controller.simulation.run import PlannerParts, Progress, simulate
 from controller.simulation.sweep import Scene, SweepRow, SweepTask
 from controller.workload.arrivals import Workload
-from controller.workload.transforms import assign_classes, assign_classes_by_length
+from controller.workload.transforms import assign_classes, assign_classes_by_length, with_rate
 from engine.ports import EngineView, Planner
 from engine.step import StepPlan
 
-GOALS_FORMAT: Final = 1
+GOALS_FORMAT: Final = 2
 """Of what a run of the goals keeps beside `Measures`; another number is another result."""
 EXTRA: Final = "goals"
 """Key of the goals' own measures in `SweepRow.measures`."""
 
 _RAMP_SHARE: Final = 0.25
+_MERGED: Final = "edf-merged-"
+_SETTLED: Final = (0.25, 0.75)
+# Not 1: then every seed would give every prompt the same class.
+_CORRELATION: Final = 0.8
 
 
+@dataclass(frozen=True, slots=True)
 class GoalScene(Scene):
     """What the runs of one case share.
 
     Of a trace the arrival list is the same for every seed, jitter included: the seed draws classes
-    and the machine's noise. `policy` of a task may also be `slack-greedy:FACTOR`,
-    `slack-greedy-even:FACTOR` (its slack counts from the first token) or
-    `smallest-feasible:TOKENS`, baselines with a number of their own.
+    (where they go by length, with a correlation of 0.8 to it) and the machine's noise. More of the
+    trace than the source's `max_requests` is taken where the arrivals would otherwise last less
+    than `horizon_s` at the rate of a task; they last less than that only if the trace ends.
+
+    `policy` of a task may also be `slack-greedy:FACTOR` or `slack-greedy:FACTOR:MS`,
+    `slack-greedy-even:…` (its slack counts from the first token), `smallest-feasible:TOKENS`,
+    baselines with numbers of their own, or `edf-merged-N`: `edf-N` in which a new prompt may pass
+    a started one.
     """
 
-    __slots__ = ()
+    horizon_s: float = 0.0
 
     def workload(self, load: float, seed: int) -> Workload:
         """Return the workload of a task."""
         source = self.source
         if source.trace is None:
             return source.workload(load, seed)
-        workload = replace(source, mix=()).workload(load, 0)
-        assign = assign_classes_by_length if source.is_by_length else assign_classes
-        return assign(workload, dict(source.mix), seed) if source.mix else workload
+        plain = replace(source, mix=(), is_by_length=False)
+        workload = plain.workload(load, 0)
+        num_wanted = math.ceil(workload.rate * self.horizon_s) + 1
+        if self.horizon_s and source.max_requests is not None and num_wanted > source.max_requests:
+            longer = replace(plain, max_requests=num_wanted).workload(1.0, 0)
+            workload = with_rate(longer, workload.rate)
+        mix = dict(source.mix)
+        if source.is_by_length and mix:
+            return assign_classes_by_length(workload, mix, seed, correlation=_CORRELATION)
+        return assign_classes(workload, mix, seed) if mix else workload
 
     def run(self, task: SweepTask, progress: Progress | None = None) -> SweepRow:
         """Simulate one task; raises what `simulate` raises."""
@@ -79,12 +98,14 @@ class GoalScene(Scene):
         measures[EXTRA] = extra | {
             "longest_skip": watches[0].longest_skip,
             "useful_work_per_s": useful,
+            "arrivals_s": last - first,
+            "settled": settled_misses(result.requests),
         }
         return SweepRow(task, result.offered_rate, measures, result.event_hash, result.wall_s)
 
     def key(self, task: SweepTask) -> str:
         """Return a name for everything that the task's result depends on."""
-        text = f"goals {GOALS_FORMAT} {super().key(task)}"
+        text = f"goals {GOALS_FORMAT} {self.horizon_s} {Scene.key(self, task)}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -92,9 +113,15 @@ def planner_of(policy: str, parts: PlannerParts) -> Planner:
     """Return the planner called `policy`; ValueError if there is none."""
     name, _, number = policy.partition(":")
     if number and name in ("slack-greedy", "slack-greedy-even"):
+        share, _, alpha_ms = number.partition(":")
         return SlackGreedyPlanner(
-            parts.cost_model, slack_factor=float(number), is_even=name.endswith("even")
+            parts.cost_model,
+            slack_factor=float(share),
+            alpha_s=float(alpha_ms or 8) / 1000.0,
+            is_even=name.endswith("even"),
         )
+    if name.startswith(_MERGED) and name.removeprefix(_MERGED).isdecimal():
+        return StaticPlanner(int(name.removeprefix(_MERGED)), is_edf=True, is_merged=True)
     if number and name == "smallest-feasible":
         return SmallestFeasiblePlanner(parts.cost_model, min_tokens=int(number))
     return make_planner(policy, parts.cost_model, parts.output_lengths, parts.config)
@@ -139,6 +166,26 @@ class PlanWatch:
             return 0.0
         kept = (str(each.index) for each in requests if each.is_kept)
         return sum(self._tokens[each] for each in kept) / (self._end - self._begin)
+
+
+def settled_misses(requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
+    """Return the share that missed a target, `missed`, and by class, `classes`, of the requests
+    that arrived between a quarter and three quarters of the arrivals' time.
+
+    Before that no backlog has built up, after it an overload ends before a long target does. Of
+    all requests where none arrived then.
+    """
+    first = min(each.arrived_at for each in requests)
+    span_s = max(each.arrived_at for each in requests) - first
+    begin, end = (first + share * span_s for share in _SETTLED)
+    chosen = [each for each in requests if begin <= each.arrived_at <= end] or requests
+    by_class: dict[str, list[bool]] = {}
+    for each in chosen:
+        by_class.setdefault(each.slo_class, []).append(not each.is_kept)
+    return {
+        "missed": float(np.mean([not each.is_kept for each in chosen])),
+        "classes": {name: float(np.mean(values)) for name, values in sorted(by_class.items())},
+    }
 
 
 def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dict[str, Any]:

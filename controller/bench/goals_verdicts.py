@@ -22,6 +22,7 @@ class Verdict(enum.StrEnum):
     MISSED = "missed"
     OPEN = "open"
     MISSING = "not measured"
+    REPORTED = "no goal"
 
 
 class Sign(enum.StrEnum):
@@ -55,26 +56,31 @@ class Check:
     """One goal in one case.
 
     `wanted` is a least value where `is_least`, otherwise a most one; both are in `unit` (`×`, `%`
-    or nothing). `measured` is None where there is no number, `note` says why, or what else counts.
-    `holds_beside` is whether a condition beside the number holds (equal attainment, for example).
+    or nothing). `wanted` None is no goal: the number is only reported. `measured` is None where
+    there is no number, `note` says why, or what else counts. `holds_beside` is whether a condition
+    beside the number holds (equal attainment, for example). `is_open` says of an absent number that
+    it was looked for, and that what was found does not tell.
     """
 
     goal: str
     claim: str
     case: str
-    wanted: float
+    wanted: float | None
     is_least: bool
     unit: str
     measured: Measured | None
     note: str = ""
     holds_beside: bool = True
+    is_open: bool = False
 
     @property
     def verdict(self) -> Verdict:
         """Whether the goal is met; a bound that does not tell is open."""
         found = self.measured
+        if self.wanted is None:
+            return Verdict.REPORTED
         if found is None:
-            return Verdict.MISSING
+            return Verdict.OPEN if self.is_open else Verdict.MISSING
         if not self.holds_beside:
             return Verdict.MISSED
         is_good = found.value >= self.wanted if self.is_least else found.value <= self.wanted
@@ -88,11 +94,12 @@ class Check:
 
     @property
     def margin(self) -> float | None:
-        """By how much the goal is met (positive) or missed, as a share of it; None unmeasured.
+        """By how much the goal is met (positive) or missed, as a share of it; None unmeasured, or
+        without a goal.
 
         Where the goal is 0, the measured number itself, negative.
         """
-        if self.measured is None:
+        if self.measured is None or self.wanted is None:
             return None
         value = self.measured.value
         if self.wanted == 0.0:
@@ -106,13 +113,16 @@ class Check:
 
 
 def goodput_ratio(ours: Curve, theirs: Curve, level: float) -> Measured | None:
-    """Return our goodput over theirs, seed by seed; None where ours is below all rates.
+    """Return our goodput over theirs, seed by seed; None where both are below all rates.
 
     Where every rate held, or none did, the lowest or highest rate that was tried stands in, and the
-    ratio is a bound.
+    ratio is a bound. Where the mean of ours holds nowhere and theirs does, it is one of the means.
     """
     if ours.goodput(level).rate is None:
-        return None
+        their_rate = theirs.goodput(level).rate
+        if their_rate is None:
+            return None
+        return Measured.of([ours.lowest_rate / their_rate], Sign.AT_MOST)
     ratios = []
     is_least = is_most = False
     pairs = zip(ours.goodput_by_seed(level), theirs.goodput_by_seed(level), strict=True)
@@ -147,7 +157,9 @@ def shown(found: Measured | None, unit: str = "") -> str:
 
 
 def wanted_text(check: Check) -> str:
-    """Return the goal as text: `≥ 1.60×`."""
+    """Return the goal as text: `≥ 1.60×`; a dash without one."""
+    if check.wanted is None:
+        return "–"
     return f"{'≥' if check.is_least else '≤'} {_with_unit(check.wanted, check.unit)}"
 
 

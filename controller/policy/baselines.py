@@ -160,13 +160,17 @@ class StaticPlanner(BaselinePlanner):
 
     `token_budget` None computes whole prompts: no prompt is ever split, as servers did before
     chunked prefill. `is_edf` serves prompts by first-token deadline instead of arrival. Started
-    prompts go on before preempted ones, and those before new ones. ValueError names the argument.
+    prompts go on before preempted ones, and those before new ones; with `is_merged` a new prompt
+    passes a started one by the same order, behind preempted ones. ValueError names the argument.
     """
 
-    def __init__(self, token_budget: int | None, *, is_edf: bool = False) -> None:
+    def __init__(
+        self, token_budget: int | None, *, is_edf: bool = False, is_merged: bool = False
+    ) -> None:
         name = ("edf" if is_edf else "fcfs") + ("-whole" if token_budget is None else "-static")
         super().__init__(name, token_budget, is_whole=token_budget is None)
         self._order_key = deadline_key if is_edf else _arrival_key
+        self._is_merged = is_merged
 
     def _choose(
         self,
@@ -177,6 +181,8 @@ class StaticPlanner(BaselinePlanner):
         room: int,
     ) -> PromptBudget:
         key = self._order_key
+        if self._is_merged:
+            return PromptBudget((*view.preempted, *sorted((*prefills, *waiting), key=key)), room)
         order = (*sorted(prefills, key=key), *view.preempted, *sorted(waiting, key=key))
         return PromptBudget(order, room)
 

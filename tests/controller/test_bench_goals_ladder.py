@@ -131,7 +131,7 @@ def test_the_race_finds_the_best_budget_and_spares_the_losers() -> None:
         return 1.0 if rung <= holds_to else max(0.0, 0.9 - 0.1 * (rung - holds_to) - budget * 1e-6)
 
     asked = Asked(attainment)
-    race = Race(asked, 0.9, 0, 14, Span.around(10))
+    race = Race(asked, 0.9, (0,), 14, Span.around(10))
 
     found = search_budget("edf", race, coarse=(128, 256, 512, 1024, 2048, 4096))
 
@@ -144,5 +144,12 @@ def test_the_race_finds_the_best_budget_and_spares_the_losers() -> None:
 
 def test_the_race_ends_at_the_floor_and_at_the_ceiling() -> None:
     span = Span(0, 4)
-    assert Race(Asked(lambda *_: 0.1), 0.9, 0, 2, span)(["edf-512"]) == [(0.0, 0.1)]
-    assert Race(Asked(lambda *_: 1.0), 0.9, 0, 2, span)(["slack-greedy:1"]) == [(4.0, 1.0)]
+    assert Race(Asked(lambda *_: 0.1), 0.9, (0,), 2, span)(["edf-512"]) == [(0.0, 0.1)]
+    assert Race(Asked(lambda *_: 1.0), 0.9, (0,), 2, span)(["slack-greedy:1"]) == [(4.0, 1.0)]
+
+
+def test_a_race_of_several_seeds_is_scored_by_their_mean() -> None:
+    # 0.88 and 0.96 at rung 3: the first seed alone would have failed there.
+    asked = Asked(lambda policy, rung, seed: 0.88 + 0.08 * seed if rung <= 3 else 0.5)
+    assert Race(asked, 0.9, (0, 1), 2, Span(0, 6))(["edf-512"]) == [(4.0, 0.5)]
+    assert Race(asked, 0.9, (0,), 2, Span(0, 6))(["edf-512"]) == [(0.0, 0.88)]

@@ -13,6 +13,7 @@ from controller.bench.goals_scene import (
     GoalScene,
     PlanWatch,
     most_overtaken,
+    settled_misses,
 )
 from controller.simulation.hardware import A100_8B
 from controller.simulation.records import SimulatedRequest
@@ -56,6 +57,10 @@ def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
             "slack-greedy:1.2",
             "slack-greedy:0.8",
             "slack-greedy-even:0.8",
+            "slack-greedy:1.2:8",
+            "slack-greedy:0.8:0.1",
+            "edf-512",
+            "edf-merged-512",
             "smallest-feasible",
             "smallest-feasible:64",
             "smallest-feasible:1024",
@@ -64,9 +69,48 @@ def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
 
     assert rows["slack-greedy"] == rows["slack-greedy:1.2"]
     assert rows["smallest-feasible"] == rows["smallest-feasible:64"]
-    assert len(set(rows.values())) == 5
-    with pytest.raises(ValueError, match="policy"):
-        scene.run(SweepTask("slowest", 1.0, 0))
+    assert rows["slack-greedy"] == rows["slack-greedy:1.2:8"]
+    # Of tiny prompts none has been started when the next one comes.
+    assert 5 <= len(set(rows.values())) <= 8
+    for name in ("slowest", "edf-merged-", "edf-merged-many"):
+        with pytest.raises(ValueError, match="policy"):
+            scene.run(SweepTask(name, 1.0, 0))
+
+
+def test_arrivals_last_as_long_as_is_wanted_or_the_trace_does(scene: GoalScene) -> None:
+    own = scene.workload(1.0, 0).rate
+    lasting = replace(scene, horizon_s=8.0)
+
+    plain = scene.workload(2.0, 0)
+    longer = lasting.workload(2.0, 0)
+    # The trace holds about 44 requests after its first second.
+    whole = lasting.workload(20.0, 0)
+
+    assert plain.num_requests == 24
+    assert longer.num_requests > 24
+    assert longer.rate == pytest.approx(2.0 * own)
+    assert longer.duration_s >= 8.0 or longer.num_requests == whole.num_requests
+    assert whole.rate == pytest.approx(20.0 * own)
+    assert whole.duration_s < 8.0
+    assert replace(scene, horizon_s=0.1).workload(2.0, 0).num_requests == 24
+    assert lasting.key(SweepTask("slo", 2.0, 0)) != scene.key(SweepTask("slo", 2.0, 0))
+
+
+def test_misses_are_of_the_requests_in_the_middle() -> None:
+    requests = [
+        # Before, in and after [2.5, 7.5] of arrivals from 0 to 10 s.
+        request(0, 0.0, 0.0, attained=False),
+        request(1, 2.5, 0.0, attained=True),
+        request(2, 5.0, 0.0, attained=False),
+        request(3, 6.0, 0.0, attained=True, slo_class="batch"),
+        request(4, 7.6, 0.0, attained=False),
+        request(5, 10.0, 0.0, attained=False),
+    ]
+    assert settled_misses(requests) == {
+        "missed": pytest.approx(1.0 / 3.0),
+        "classes": {"batch": 0.0, "chat": 0.5},
+    }
+    assert settled_misses([requests[0], requests[5]])["missed"] == 1.0
 
 
 @dataclass

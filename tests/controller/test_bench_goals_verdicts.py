@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controller.bench.goals_calm import is_equal
 from controller.bench.goals_ladder import Curve, rate_of
 from controller.bench.goals_report import paragraph, verdict_of
 from controller.bench.goals_verdicts import (
@@ -72,8 +73,28 @@ def test_a_curve_that_ends_too_early_makes_a_bound(ours: Curve, theirs: Curve, s
     assert found.sign is sign
 
 
-def test_without_a_goodput_of_ours_there_is_no_ratio() -> None:
-    assert goodput_ratio(curve(0, 0), curve(5, 5), 0.9) is None
+def test_without_a_goodput_of_ours_the_lowest_rate_is_a_bound() -> None:
+    found = goodput_ratio(curve(0, 0), curve(5, 5), 0.9)
+
+    assert found is not None
+    assert found.value == pytest.approx(rate_of(0) / at(5))
+    assert found.sign is Sign.AT_MOST
+    assert check(found).verdict is Verdict.MISSED
+    assert goodput_ratio(curve(0, 0), curve(0, 0), 0.9) is None
+
+
+def test_what_was_looked_for_in_vain_is_open() -> None:
+    neither = check(None, is_open=True, note="neither holds 90 %")
+    assert neither.verdict is Verdict.OPEN
+    assert "open (neither holds 90 %)" in paragraph([neither])
+
+
+def test_a_number_without_a_goal_is_only_reported() -> None:
+    found = check(Measured(1.2, 1.2, 1.2), wanted=None)
+
+    assert (found.verdict, found.margin, wanted_text(found)) == (Verdict.REPORTED, None, "–")
+    assert verdict_of([found, check(Measured(2.0, 2.0, 2.0))]) is Verdict.MET
+    assert "Goodput (no goal): 1.20× (here)." in paragraph([found])
 
 
 @pytest.mark.parametrize(
@@ -152,3 +173,14 @@ def test_numbers_are_shown_with_unit_and_spread() -> None:
     assert wanted_text(check(None, wanted=0.01, unit="%", is_least=False)) == "≤ 1.0 %"
     with pytest.raises(ValueError, match="values"):
         Measured.of([])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_as_good"),
+    [(0.0, 0.0, True), (0.002, 0.0, True), (0.003, 0.0, False), (0.05, 0.04, True)],
+)
+def test_misses_are_equal_to_a_quarter_or_a_fifth_of_a_point(
+    ours: float, theirs: float, is_as_good: bool
+) -> None:
+    assert is_equal(ours, theirs) is is_as_good
+    assert not is_equal(0.051, 0.04)

@@ -43,6 +43,13 @@ def test_started_prompts_go_on_before_new_ones() -> None:
     assert sizes(step) == [("begun", 36), ("new", 4)]
 
 
+def test_a_started_prompt_can_be_passed_where_all_are_in_one_order() -> None:
+    begun = running(waiting("begun", 100, slo=Slo(ttft_s=9.0)), 64, 0)
+    view = view_of(running=[begun], waiting=[waiting("new", 100, slo=Slo(ttft_s=1.0))])
+    assert sizes(plan(StaticPlanner(40, is_edf=True), view)) == [("begun", 36), ("new", 4)]
+    assert sizes(plan(StaticPlanner(40, is_edf=True, is_merged=True), view)) == [("new", 40)]
+
+
 def test_deadline_order_is_the_other_baseline() -> None:
     requests = [waiting("loose", 30), waiting("tight", 30, slo=Slo(ttft_s=1.0))]
     step = plan(StaticPlanner(40, is_edf=True), view_of(waiting=requests))
