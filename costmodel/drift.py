@@ -13,7 +13,7 @@ from costmodel.fields import read_number
 # In units of the residual's typical size, the median of |residual|: of normal noise that is
 # 0.674 σ, so σ is 1.48 units. The excess of a random walk with drift −δ over its minimum passes h
 # with probability of order exp(−2δh/σ²) = e⁻⁹ per excursion: a stable series raises a false alarm
-# in some 100,000 steps of normal noise, in some 3,000 where its tails are heavy, and each widens
+# in some 100,000 steps of normal noise, in some 5,000 where its tails are heavy, and each widens
 # the margin for 20 steps. With δ = 0.75 and h = 30 (e⁻²⁰) there were none on synthetic devices, but
 # back under 8 % after ×1.5 took up to twice as long.
 DRIFT_ALLOWANCE: Final = 0.5
