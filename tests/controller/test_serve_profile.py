@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from controller.runtime.tuned_for import TunedFor
 from controller.runtime.wiring import StartupError, build_runtime
 from engine.device import loading
 from engine.device.loading import DeviceOptions, LoadedEngine, load_engine
+from store.queries import TelemetryReader
 from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.device
@@ -34,20 +37,24 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return load_settings(flags, None, tuned)
 
 
+def runs(settings: Settings) -> Sequence[Mapping[str, Any]]:
+    """What a server that has stopped left: its row is written beside it, not before it."""
+    with closing(TelemetryReader.open(settings.db)) as reader:
+        return reader.runs()
+
+
 def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Settings) -> None:
     runtime = build_runtime(settings, SILENT)
     device = runtime.engine.device_name
     runtime.close()
     owner = TunedFor("mine", "tiny", device, "float32", "reference", settings.model)
     runtime = build_runtime(settings, SILENT, owner)
-    try:
-        assert runtime.engine_config.max_num_seqs == 7
-        assert runtime.cost_model.target_coverage == 0.8
-        (run, before) = runtime.reader.runs()
-        assert (run["profile"], before["profile"]) == ("mine", None)
-        assert run["settings"]["planner"]["pace"] == 0.75
-    finally:
-        runtime.close()
+    runtime.close()
+    assert runtime.engine_config.max_num_seqs == 7
+    assert runtime.cost_model.target_coverage == 0.8
+    (run, before) = runs(settings)
+    assert (run["profile"], before["profile"]) == ("mine", None)
+    assert run["settings"]["planner"]["pace"] == 0.75
     with pytest.raises(StartupError, match=r"--profile: profile 'mine' belongs to device 'cuda"):
         build_runtime(settings, SILENT, replace(owner, device="cuda (another)"))
     with pytest.raises(StartupError, match="belongs to attention backend 'flash_attn'"):
@@ -72,7 +79,7 @@ def test_a_profile_that_nobody_asked_for_gives_way_to_one_that_fits_or_to_the_de
     device = runtime.engine.device_name
     runtime.close()
     assert runtime.engine_config.max_num_seqs == 5
-    assert runtime.reader.runs()[0]["profile"] is None
+    assert runs(settings)[0]["profile"] is None
     assert "profile 'gpu' belongs to device 'cuda (another)'" in caplog.text
     caplog.clear()
     mine = TunedFor("mine", "tiny", device, source=settings.model)
