@@ -20,6 +20,7 @@ DEPTH: Final = 12
 """How many rungs below the first guess are tried: a fifth of its rate."""
 HEIGHT: Final = 12
 _PATIENCE: Final = 4
+_LOST: Final = 0.02
 _FIRST_BUDGET: Final = 512.0
 
 Attain = Callable[[str, int, Sequence[int]], Sequence[float]]
@@ -175,6 +176,7 @@ class Race:
 
     A score is (rung at which it first fails, mean attainment of the seeds there). Whoever comes
     later begins at the rung at which the best so far failed: a loser costs one run, not a walk.
+    Where the first seed is two points below the level, the others are not asked.
     """
 
     def __init__(
@@ -212,7 +214,10 @@ class Race:
         return float(rung), value
 
     def _at(self, policy: str, rung: int) -> float:
-        return statistics.fmean(self._attain(policy, rung, self._seeds))
+        first = self._attain(policy, rung, self._seeds[:1])
+        if first[0] < self._level - _LOST:
+            return first[0]
+        return statistics.fmean([*first, *self._attain(policy, rung, self._seeds[1:])])
 
 
 def _from_the_middle(policy: str) -> tuple[float, str]:

@@ -153,3 +153,7 @@ def test_a_race_of_several_seeds_is_scored_by_their_mean() -> None:
     asked = Asked(lambda policy, rung, seed: 0.88 + 0.08 * seed if rung <= 3 else 0.5)
     assert Race(asked, 0.9, (0, 1), 2, Span(0, 6))(["edf-512"]) == [(4.0, 0.5)]
     assert Race(asked, 0.9, (0,), 2, Span(0, 6))(["edf-512"]) == [(0.0, 0.88)]
+    # Far below the level the second seed is not asked.
+    lost = Asked(lambda policy, rung, seed: 0.95 if rung <= 3 else 0.87)
+    assert Race(lost, 0.9, (0, 1), 2, Span(0, 6))(["edf-512"]) == [(4.0, 0.87)]
+    assert ("edf-512", 4, 1) not in lost.calls
