@@ -5,12 +5,13 @@ Owns tables and sentences. Must not judge: verdicts are those of the checks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 
 from controller.bench.goals import Study
-from controller.bench.goals_cases import Case
+from controller.bench.goals_cases import Case, targets_of
 from controller.bench.goals_report_tables import (
     calm_table,
     curve_tables,
@@ -86,7 +87,8 @@ def render_markdown(study: Study, commands: Sequence[str]) -> str:
         parts += _details(goal, study)
     if study.curve is not None:
         parts += ["## Load", *curve_tables(study.curve)]
-    parts += ["## Workloads", workloads_table(_cases(study), _lasts(study)), _method()]
+    parts += ["## Workloads", workloads_table(_cases(study), _lasts(study)), _short(study)]
+    parts.append(_method())
     code = "\n".join(commands)
     parts.append(f"## Commands\n\n```sh\n{code}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -236,6 +238,23 @@ def _lasts(study: Study) -> dict[str, float]:
         for each in study.steady
         if each.knee is not None
     }
+
+
+def _short(study: Study) -> str:
+    """Name the cases whose arrivals at our goodput end before the longest wait that is promised."""
+    lasts_s = _lasts(study)
+    short = [
+        each.case.name
+        for each in study.steady
+        if lasts_s.get(each.case.name, math.inf) < max(ttft for _, ttft, _ in targets_of(each.case))
+    ]
+    if not short:
+        return ""
+    return (
+        f"Too short to tell under G1 and G1b: {'; '.join(short)}. There the arrivals end before the"
+        " longest TTFT target does, an overload hides in the backlog, and the goodputs, of all"
+        " policies, are more than a longer run would show (`--requests`)."
+    )
 
 
 def _method() -> str:

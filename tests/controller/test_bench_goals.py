@@ -25,10 +25,7 @@ from controller.bench.goals_overload import Overload
 from controller.bench.goals_promises import missed
 from controller.bench.goals_report import render_markdown, render_verdicts
 from controller.bench.goals_runs import Missing, Runs
-from controller.bench.goals_scene import (
-    EXTRA,
-    GoalScene,
-)
+from controller.bench.goals_scene import EXTRA, GoalScene
 from controller.bench.goals_verdicts import Sign, Verdict
 from controller.cli.main import app
 from controller.simulation.hardware import A100_8B
@@ -224,6 +221,9 @@ def test_the_page_names_cases_verdicts_targets_and_commands(
     assert "Left out for want of the trace: Azure code, Mooncake conversations." in page
     assert "```sh\npaceline bench goals --out goals\n```" in page
     assert "not complete" not in page
+    # 24 requests at 8 a second.
+    assert "| 3 s | chat 1 s" in page
+    assert "Too short to tell under G1 and G1b: azure-conv, a100-8b." in page
     assert page.count("Verdict: **") == 5
     # Every row of a table has the cells of its head.
     for block in page.split("\n\n"):
