@@ -46,7 +46,7 @@ _EVEN_CLAIM: Final = "all missed at 1.5×, over FCFS at its best, 50/30/20 with 
 class Overload:
     """Ours and FCFS at its best (`policy` names) at multiples of our goodput: `weighted` on the
     overload's own mix, where FCFS is run at the judged load alone; `even` on the mix of G1 with
-    equal weights at the judged load, None where we have no goodput on it.
+    equal weights at the judged load of that mix, None where somebody has no goodput on it.
     """
 
     weighted: Loads
@@ -66,11 +66,7 @@ def measure_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Ov
     holds 90 %.
     """
     case, few = found.case.weighted(), seeds[:_FEW_SEEDS]
-    start = rung_near(found.knee or case.start_rate)
-    span = Span.around(rung_near(case.start_rate))
-    attain = attain_on(case, runs, _settled_attainment)
-    curve = walk(attain, OURS, (KNEE,), few, start, span)
-    knee = curve.goodput(KNEE).rate
+    knee = _knee(case, runs, found.knee or case.start_rate, few)
     if knee is None:
         raise NotMeasuredError(NOT_REACHED)
     points: list[Point] = []
@@ -79,15 +75,22 @@ def measure_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Ov
         points += run_loads(case, runs, (OURS,), knee, (factor,), chosen).points
     rival = _least_missed(case, runs, JUDGED_OVERLOAD * knee, seeds[0])
     points += run_loads(case, runs, (rival,), knee, (JUDGED_OVERLOAD,), seeds).points
-    return Overload(Loads(case, knee, tuple(points)), _even(found, runs, few))
+    return Overload(Loads(case, knee, tuple(points)), _even(found, runs, knee, few))
 
 
-def _even(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Loads | None:
-    best = found.best("fcfs")
-    if found.knee is None or best is None:
+def _even(found: CaseGoodput, runs: Runs, guess: float, seeds: Sequence[int]) -> Loads | None:
+    best, case = found.best("fcfs"), found.case.lasting()
+    knee = None if best is None else _knee(case, runs, guess, seeds)
+    if best is None or knee is None:
         return None
-    policies = (OURS, best.curve.policy)
-    return run_loads(found.case.lasting(), runs, policies, found.knee, (JUDGED_OVERLOAD,), seeds)
+    return run_loads(case, runs, (OURS, best.curve.policy), knee, (JUDGED_OVERLOAD,), seeds)
+
+
+def _knee(case: Case, runs: Runs, guess: float, seeds: Sequence[int]) -> float | None:
+    """Return our 90 % goodput in the middle of the runs of a case; `guess` is where to begin."""
+    attain = attain_on(case, runs, _settled_attainment)
+    span = Span.around(rung_near(case.start_rate))
+    return walk(attain, OURS, (KNEE,), seeds, rung_near(guess), span).goodput(KNEE).rate
 
 
 def _settled_attainment(row: SweepRow) -> float:
