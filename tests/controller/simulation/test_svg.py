@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from controller.simulation.svg import (
@@ -117,6 +117,7 @@ def test_any_curve_can_be_drawn(
     assert_legible(svgs(chart)[0])
 
 
+@example([(6004110.0, 918105619.0), (51243.0, 460786134.0), (1.0, 3750001.0)])
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=16))
 def test_any_points_can_be_drawn(values: list[tuple[float, float]]) -> None:
     marks = [Mark(f"edf-{2**i}", x, y, i % 3 or None) for i, (x, y) in enumerate(values)]
