@@ -111,8 +111,8 @@ def _places(text: str, x: float, y: float) -> Iterable[Label]:
             # 0, 1/2, 1/4, 3/4 … of a circle would be fairer; right, then round, reads well enough.
             angle = 2 * math.pi * turn / _NUM_DIRECTIONS
             dx, dy = math.cos(angle), math.sin(angle)
-            # The nearest edge of the text is at the radius, wherever it stands. To the tenth that is
-            # written: what just touches here must not overlap there.
+            # The nearest edge of the text is at the radius, wherever it stands. To the tenth that
+            # is written: what just touches here must not overlap there.
             yield Label(
                 round(x + radius * dx + half * max(-1.0, min(1.0, 1.6 * dx)), 1),
                 round(y + radius * dy + FONT_PX * (0.3 + 0.35 * dy), 1),
