@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from controller.bench.goals_cases import Case, Kind
+from controller.bench.goals_cases import Case
 from controller.bench.goals_ladder import Attain, Curve, Race, Span, rate_of, rung_near, walk
 from controller.bench.goals_runs import Missing, Runs
 from controller.bench.goals_verdicts import Check, goodput_ratio, percent
@@ -291,8 +291,3 @@ def _ratio_check(
             mine, other = found.planning[OURS], found.planning[policy]
             note += f"; planning is {mine:.1%} of a step, not waited for ({policy}: {other:.1%})"
     return Check(goal, claim, found.case.name, wanted, True, "×", measured, note, is_open=is_open)
-
-
-def is_steady(case: Case) -> bool:
-    """Whether the case is one of G1's."""
-    return case.kind in (Kind.AZURE_CODE, Kind.AZURE_CONV, Kind.MOONCAKE)

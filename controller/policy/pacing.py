@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controller.policy.alternating import NO_BANKS, Banks
-from controller.policy.budget import PrefillLoad, safe_number
+from controller.policy.budget import safe_number
 from controller.policy.facts import (
     E2E_S,
     MAX_TOKENS,
@@ -27,8 +27,6 @@ from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 
-NO_PREFILL = PrefillLoad(np.empty(0), np.empty(0))
-ZERO_TOKENS = np.zeros(1)
 # Share of a decode-only step below which a target is given up; above it a prediction may be wrong.
 _HOPELESS = 0.8
 
@@ -195,7 +193,7 @@ def stream_targets_s(
     if least(facts[E2E_S]) < math.inf:
         num_total = np.minimum(facts[MAX_TOKENS], num_expected[:num])
         num_left = np.maximum(num_total - decodes.num_output[:num], 1.0)
-        left_s = facts[PROMISED_AT] + facts[E2E_S] - last_at
+        left_s = _last_due_at(decodes) - last_at
         target_s = np.where(left_s > 0.0, np.minimum(target_s, left_s / num_left), target_s)
     return target_s
 
