@@ -6,7 +6,8 @@ A plain float32 `Linear` on a CPU goes to the BLAS library, which reorders the w
 call and, on processors that it was not tuned for, leaves half of their vector width unused. oneDNN
 picks its kernel by what the processor can do and keeps the weight in the order that the kernel
 reads: measured from one row to 512, it is faster for every number of rows (docs/log.md). The price
-is a second copy of each weight.
+is a second copy of each weight. Fewer than four rows are filled up with zeros: that is faster, and
+a decode step then takes no longer for one stream than for four.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.nn import functional
 from engine.device.linear import is_plain_float32
 from engine.device.memory import host_available_bytes
 
+# The kernel works through several rows at once; one or two alone take longer than four (docs/log.md).
+_LEAST_ROWS = 4
 # The copies may take this share of what memory is left; the KV pool and the steps want the rest.
 _MOST_MEMORY = 0.25
 
@@ -48,8 +51,16 @@ class PackedLinear(nn.Linear):
         """Return `input @ weight.T + bias`; shape (…, in_features) -> (…, out_features)."""
         if input.numel() == 0:
             return functional.linear(input, self.weight, self.bias)
+        num_rows = input.numel() // input.shape[-1]
+        if num_rows >= _LEAST_ROWS:
+            return self._product(input)
+        rows = input.new_zeros(_LEAST_ROWS, input.shape[-1])
+        rows[:num_rows] = input.reshape(num_rows, -1)
+        return self._product(rows)[:num_rows].reshape(*input.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            input, self._packed, self.bias, "none", [], ""
+            rows, self._packed, self.bias, "none", [], ""
         )
         return output
 

@@ -35,6 +35,25 @@ def test_it_computes_what_linear_computes(num_rows: int, has_bias: bool) -> None
         torch.testing.assert_close(model(wide[:, 1]), expected)
 
 
+@pytest.mark.parametrize(("num_rows", "num_computed"), [(1, 4), (2, 4), (3, 4), (4, 4), (5, 5)])
+def test_few_rows_are_computed_as_four(
+    num_rows: int, num_computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(8, 6)
+    use_packed_linear(nn.Sequential(layer))
+    product, seen = PackedLinear._product, []
+
+    def watched(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows)
+        return product(self, rows)
+
+    monkeypatch.setattr(PackedLinear, "_product", watched)
+    with torch.inference_mode():
+        assert layer(torch.ones(num_rows, 8)).shape == (num_rows, 6)
+    assert [rows.shape[0] for rows in seen] == [num_computed]
+    assert not seen[0][num_rows:].any()
+
+
 def test_a_weight_that_is_shared_stays_what_it_is() -> None:
     embedding = nn.Embedding(30, 8)
     head = nn.Linear(8, 30, bias=False)
