@@ -32,8 +32,12 @@ from controller.policy.facts import (
     E2E_S,
     IS_QUEUED,
     NUM_PROMPT,
+    PRIORITY,
     PROMISED_AT,
     TTFT_S,
+    IntArray,
+    greatest,
+    least,
     live_promise,
 )
 from controller.policy.haste import unhurried_s, unhurried_tokens
@@ -48,6 +52,7 @@ from controller.policy.on_time import (
 )
 from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
 from controller.policy.pacing import Pacing
+from controller.policy.precedence import heavier_first
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
@@ -200,16 +205,47 @@ def judge_queue(
             tolerance,
             is_idle=is_idle,
         )
+    places = None
     if verdicts or has_late:
         places = relegated_last(is_late)
         if verdicts:
             out = {key for key, verdict in verdicts.items() if is_rejected(verdict)}
             is_kept = np.array([request.request_id not in out for request in wanting])
             places = places[is_kept[queue.index[places]]]
+    # While nobody is in a hurry the order of deadlines is what keeps everybody on time.
+    if unhurried is None and len(queue) > 1 and least(queue.weight) < greatest(queue.weight):
+        places, later_s = _heavier_first(queue, is_late, work_s, left_s - done_s, places)
+        ttft_s[places] += later_s
+    if places is not None:
         queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
         left_s = np.where(is_late, math.inf, queue.deadline_at - now)
     lower = demanded_tokens(curve, queue.remaining, left_s)
     return Judged(queue, is_late, ttft_s, lower, head, curve, own_tokens, unhurried, verdicts, new)
+
+
+def _heavier_first(
+    queue: PrefillQueue,
+    is_late: BoolArray,
+    work_s: FloatArray,
+    spare_s: FloatArray,
+    places: IntArray | None,
+) -> tuple[IntArray, FloatArray]:
+    """Return the order of service with heavier promises moved ahead (`precedence.py`), as places of
+    the queue, and how many seconds later each of them is done for it; `places` is the order so far,
+    those who are late last.
+    """
+    if places is None:
+        places = np.arange(len(queue))
+    later_s = np.zeros(places.size)
+    num_on_time = places.size - int(is_late[places].sum())
+    first = places[:num_on_time]
+    moved = heavier_first(
+        work_s[first], spare_s[first], queue.weight[first], queue.facts_at(first)[PRIORITY]
+    )
+    if moved is None:
+        return places, later_s
+    order, later_s[:num_on_time] = moved[0], moved[1][moved[0]]
+    return np.concatenate((first[order], places[num_on_time:])), later_s
 
 
 def own_step(

@@ -15,7 +15,7 @@ import numpy as np
 
 from controller.policy.alternating import may_alternate, sustained_rate
 from controller.policy.budget import LatencyCurve, made_safe
-from controller.policy.facts import IntArray, greatest
+from controller.policy.facts import IntArray, greatest, least
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -24,6 +24,10 @@ from costmodel.features import NUM_FEATURES, FloatArray
 # Chunks that are smaller gain nothing on an idle server: every step costs its floor.
 _LEAST_CHUNK = 128
 NOTHING_SAVED = np.zeros(1)
+# Whoever is worth so many times as much as another one is served in time even if everything takes
+# longer by `_INSURANCE` than predicted, at the other one's cost.
+_INSURED_RATIO = 4.0
+_INSURANCE = 0.1
 
 
 class Outlook(NamedTuple):
@@ -177,21 +181,23 @@ def late_set(
     Returns the dropped ones, those included that cannot be on time even if served at once. Nobody
     who is left is late, whatever the order is; they are the most in the order of deadlines.
     """
-    if (work_s.cumsum() <= time_left_s).all():
+    worth = np.where(is_started, config.started_factor, 1.0) * weight
+    insured_s = _insured_s(worth, time_left_s)
+    if (work_s.cumsum() <= insured_s).all():
         return np.zeros(work_s.size, dtype=np.bool_)
     # Hopeless even if served at once: nobody else is dropped for its sake.
     is_dropped = work_s > time_left_s
-    worth = np.where(is_started, config.started_factor, 1.0) * weight
     size = np.maximum(work_s, 1e-12) ** (1.0 - config.length_neutrality)
     cost = np.divide(size, worth, out=np.full(work_s.size, math.inf), where=worth > 0.0)
     rest = (~is_dropped).nonzero()[0]
     busy_s = work_s[rest].cumsum()
-    late = busy_s > time_left_s[rest]
+    late = busy_s > insured_s[rest]
     if not late.any():
         return is_dropped
     # Up to the first late one nobody is dropped.
     first = int(late.argmax())
     costs, works, lefts = (-cost[rest]).tolist(), work_s[rest].tolist(), time_left_s[rest].tolist()
+    insured, worths = insured_s[rest].tolist(), worth[rest].tolist()
     heap = [(costs[k], -k) for k in range(first)]
     heapq.heapify(heap)
     busy = float(busy_s[first - 1]) if first else 0.0
@@ -199,7 +205,10 @@ def late_set(
     for k in range(first, rest.size):
         busy += works[k]
         heapq.heappush(heap, (costs[k], -k))
-        while busy > lefts[k] and heap:
+        while heap and (
+            busy > lefts[k]
+            or (busy > insured[k] and _INSURED_RATIO * worths[-heap[0][1]] <= worths[k])
+        ):
             out = -heapq.heappop(heap)[1]
             dropped.append(out)
             busy -= works[out]
@@ -207,6 +216,16 @@ def late_set(
                 break
     is_dropped[rest[dropped]] = True
     return is_dropped
+
+
+def _insured_s(worth: FloatArray, time_left_s: FloatArray) -> FloatArray:
+    """Return by when each of the ordered requests is to be done so that an error of the prediction
+    costs it nothing: earlier than its deadline where somebody before it is worth much less.
+    """
+    if _INSURED_RATIO * least(worth) > greatest(worth):
+        return time_left_s
+    is_insured = _INSURED_RATIO * np.minimum.accumulate(worth) <= worth
+    return np.where(is_insured, time_left_s / (1.0 + _INSURANCE), time_left_s)
 
 
 def late_starters(

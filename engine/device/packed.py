@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.device.linear import is_plain_float32
 from engine.device.memory import host_available_bytes
 
-# The kernel works through several rows at once; one or two alone take longer than four (docs/log.md).
+# The kernel works through several rows at once; one or two take longer than four (docs/log.md).
 _LEAST_ROWS = 4
 # The copies may take this share of what memory is left; the KV pool and the steps want the rest.
 _MOST_MEMORY = 0.25

@@ -206,6 +206,31 @@ def test_weights_protect_and_started_work_is_dear() -> None:
     assert chosen([2, 3], [4, 4], started=[False, True]) == [True, False]
 
 
+def test_who_weighs_much_less_pays_for_what_a_prediction_may_be_wrong_by() -> None:
+    # 5 s of work within 5.2 s: a twentieth more than predicted would be too late.
+    assert chosen([2, 3], [4, 5.2], weight=[1.0, 4.0]) == [True, False]
+    assert chosen([2, 3], [4, 5.6], weight=[1.0, 4.0]) == [False, False]
+    # Among equals, or nearly so, that is nobody's fault; nor does the heavier one lose by it.
+    assert chosen([2, 3], [4, 5.2], weight=[1.0, 3.9]) == [False, False]
+    assert chosen([2, 3], [4, 5.2], weight=[4.0, 1.0]) == [False, False]
+    assert chosen([5, 2], [math.inf, 2.1], weight=[0.0, 1.0]) == [True, False]
+    # Alone it has nobody to take the time from.
+    assert chosen([3], [3.1], weight=[4.0]) == [False]
+    # What cannot be insured is served all the same, and as few as are needed pay for the rest.
+    assert chosen([1, 1, 4, 1], [9, 9, 4.2, 9], weight=[1.0, 1.0, 8.0, 1.0]) == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert chosen([1, 2, 4], [9, 9, 6.5], weight=[1.0, 1.0, 8.0]) == [False, True, False]
+
+
+def test_started_work_is_not_given_up_for_a_little_safety() -> None:
+    assert chosen([2, 3], [4, 5.2], weight=[1.0, 8.0], started=[True, False]) == [False, False]
+    assert chosen([2, 3], [4, 5.2], weight=[1.0, 32.0], started=[True, False]) == [True, False]
+
+
 def test_a_hopeless_one_takes_nobody_with_it() -> None:
     assert chosen([1, 9, 1], [5, 5, 5]) == [False, True, False]
     assert chosen([1, 1], [-1, 5]) == [True, False]
