@@ -18,7 +18,7 @@ import typer
 
 from controller.cli.database import DbOption
 from controller.cli.progress import StartupProgress
-from controller.cli.simulate_stored import StoredRun, keep_arrivals, open_run
+from controller.cli.simulate_stored import keep_arrivals, limits_of, open_run
 from controller.cli.simulate_view import print_report
 from controller.cli.simulate_words import changed_machine, loads_of, planner_config, seeds_of
 from controller.config import DEFAULT_DB_URL, parse_slo_class
@@ -30,6 +30,7 @@ from controller.simulation.html import render_html
 from controller.simulation.report import Report, build_report, score
 from controller.simulation.run import SimulationConfig, SimulationError, check_classes, engine_for
 from controller.simulation.source import WorkloadSource, parse_mix
+from controller.simulation.stored import StoredRun
 from controller.simulation.sweep import (
     BudgetSearch,
     ResultsFile,
@@ -44,6 +45,7 @@ from costmodel.prior import flat_prior
 
 EXIT_CANNOT_START = 2
 DEFAULT_HARDWARE = "a100-8b"
+CLIENT_MAX_TOKENS = 2048
 BUDGET_FAMILIES = tuple(name.removesuffix("-N") for name in POLICY_NAMES if name.endswith("-N"))
 _WORKLOAD, _MACHINE, _POLICY, _RUN = "Workload", "Machine", "Policies and promises", "Run"
 
@@ -124,8 +126,9 @@ def simulate(
         int | None, _option(_MACHINE, "Blocks of host memory for swapped KV.", min=0)
     ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(rich_help_panel=_MACHINE, help="Share the KV of equal beginnings.")
-    ] = True,
+        bool | None,
+        _option(_MACHINE, "Share the KV of equal beginnings (default: the run's, or on)."),
+    ] = None,
     policy: Annotated[
         list[str] | None,
         _option(_POLICY, f"One of {', '.join(POLICY_NAMES)}. Repeatable. (default: slo, edf-512)"),
@@ -164,14 +167,14 @@ def simulate(
         ),
     ] = "learned",
     client_max_tokens: Annotated[
-        int,
+        int | None,
         _option(
             _POLICY,
-            "max_tokens that clients ask for, whatever they get (default: 2048);"
-            " 0: exactly what they get.",
+            "max_tokens that clients ask for, whatever they get (default: 2048, or the run's"
+            " median); 0: exactly what they get.",
             min=0,
         ),
-    ] = 2048,
+    ] = None,
     load: Annotated[
         str | None, _option(_RUN, "Multiples of the workload's own rate: 0.5,1,2. (default: 1)")
     ] = None,
@@ -209,8 +212,7 @@ def simulate(
             mix=parse_mix(mix) if mix else (),
             is_by_length=mix_by_length,
         )
-        machine = _machine(hardware, stored)
-        machine = changed_machine(machine, noise, slowdown or [])
+        machine = changed_machine(_machine(hardware, stored), noise, slowdown or [])
         limits = {
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
@@ -220,13 +222,10 @@ def simulate(
             "num_host_blocks": num_host_blocks,
             "is_prefix_cache_enabled": enable_prefix_caching,
         }
-        given = {name: value for name, value in limits.items() if value is not None}
-        kept = {} if stored is None else stored.limits
-        known = {name: value for name, value in kept.items() if name not in given}
+        if client_max_tokens is None:
+            client_max_tokens = CLIENT_MAX_TOKENS if stored is None else stored.max_tokens
         config = SimulationConfig(
-            engine=engine_for(
-                machine, **(known | {k: v for k, v in limits.items() if v is not None})
-            ),
+            engine=engine_for(machine, **limits_of(limits, stored)),
             classes=classes or (parse_slo_class("default:ttft_ms=1000,tpot_ms=50"),),
             default_class=default_slo_class,
             learner=typing.cast("Any", learner),
@@ -257,11 +256,9 @@ def simulate(
 
 
 def _machine(name: str | None, stored: StoredRun | None) -> HardwareProfile:
-    if name is None and stored is not None:
-        if stored.machine is None:
-            raise ValueError("this run kept no cost model: name a machine with --hardware")
-        return stored.machine
-    return hardware_of(name or DEFAULT_HARDWARE)
+    if stored is None:
+        return hardware_of(name or DEFAULT_HARDWARE)
+    return stored.machine(None if name is None else hardware_of(name))
 
 
 def _sweep(

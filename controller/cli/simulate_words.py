@@ -76,13 +76,17 @@ def _numbers(text: str, name: str) -> list[float]:
 
 
 def seeds_of(text: str) -> list[int]:
-    """Return 0 … n-1 for one number n, or the numbers of a list."""
+    """Return 0 … n-1 for one number n, or the numbers of a list, each of them once."""
     items = text.split(",")
     if not all(item.isdecimal() for item in items):
         raise ValueError(f"--seeds must be a number, or numbers with commas between, got {text!r}")
     values = [int(item) for item in items]
     if len(values) > 1:
-        return list(dict.fromkeys(values))
+        # Dropped silently, results would be of fewer runs than were asked for.
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise ValueError(f"--seeds names {twice[0]} twice, got {text!r}")
+        return values
     if values[0] < 1:
         raise ValueError("--seeds must be at least 1")
     return list(range(values[0]))

@@ -71,7 +71,7 @@ def tune(
     ] = None,
     run: Annotated[
         str | None,
-        _option(_WORKLOAD, "A server run in the database, by its id, or `latest`.", metavar="ID"),
+        _option(_WORKLOAD, "A server run in the database, by its id, or `last`.", metavar="ID"),
     ] = None,
     trace_format: Annotated[
         str, _option(_WORKLOAD, "The trace's format, told apart by its first line.")
@@ -326,13 +326,14 @@ def _of_run(
     counts: dict[str, Any],
 ) -> _Subject:
     from controller.simulation.fitting import hardware_of
-    from controller.tuning.replay import read_run, task_of_run
+    from controller.simulation.stored import read_run
+    from controller.tuning.replay import task_of_run
     from store.queries import TelemetryReader
 
     machine = None if hardware is None else hardware_of(hardware)
     with closing(TelemetryReader.open(url)) as reader:
-        rows = read_run(reader, run_id, max_requests)
-    replayed = task_of_run(rows, name, hardware=machine, **counts)
+        rows = read_run(reader, run_id)
+    replayed = task_of_run(rows, name, hardware=machine, max_requests=max_requests, **counts)
     return _Subject(replayed.task, replayed.tuned_for, replayed.run_id)
 
 

@@ -17,6 +17,7 @@ from controller.tuning.profile import read_profile
 from controller.tuning.space import DEFAULTS
 from store.database import Database
 from store.profiles import ProfileStore
+from tests.controller.simulation.stored_runs import database, pool, twenty, unlearnt, write
 
 TRAFFIC = "poisson:rate=800,duration=0.5,prompt=8,output=20,classes=chat:3/bulk:1"
 PROMISES = ["--slo-class", "chat:ttft_ms=600,weight=2", "--slo-class", "bulk:ttft_ms=5000"]
@@ -236,6 +237,18 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], names: str) -> 
     (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert line.startswith("paceline: error: ")
     assert names in line
+
+
+def test_a_stored_run_makes_a_profile_of_its_server(tmp_path: Path) -> None:
+    write(database(tmp_path), *twenty(), pool(), unlearnt())
+    brief = ["--knob", "pace", "--trials", "1", "--seeds", "1", "--held-out-seeds", "1"]
+    for word, more in (("last", []), ("latest", ["--max-requests", "19"])):
+        run("tune", word, "--run", word, *brief, *more)
+        made = read_profile(tmp_path / f"{word}.yaml")
+        assert made.provenance.run == "run-a"
+        assert made.provenance.hardware == "demo-cpu (2 threads)"
+        assert {each["name"] for each in made.provenance.classes} == {"chat", "chat#2", "default"}
+        assert made.tuned_for.refusal("demo", "cpu (2 threads)", "float32", "reference") is None
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--held-out-seeds"])

@@ -120,6 +120,7 @@ def test_a_trace_at_given_rates_on_hardware_from_a_file(tmp_path: Path) -> None:
         ([*STEADY, "--slowdown", "5:1:2"], "end_s of a slowdown must be after start_s"),
         ([*STEADY, "--seeds", "many"], "--seeds must be a number"),
         ([*STEADY, "--seeds", "0"], "--seeds must be at least 1"),
+        ([*STEADY, "--seeds", "0,7,0"], "--seeds names 0 twice, got '0,7,0'"),
         ([*STEADY, "--max-num-seqs", "9999"], "max_num_seqs (9999) must not exceed"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
