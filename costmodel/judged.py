@@ -16,7 +16,7 @@ from costmodel.drift import PageHinkley
 from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE, Envelope
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
-from costmodel.hygiene import RejectReason, Screen, check_sample
+from costmodel.hygiene import OUTLIER_FACTOR, RejectReason, Screen, Verdict, check_sample
 from costmodel.margin import (
     MAX_COVERAGE,
     MIN_COVERAGE,
@@ -46,6 +46,9 @@ _SPLIT_STEP: Final = 0.02
 _MAX_SPLIT_S: Final = 1e30
 # A regime with as many scores lends its margin to those with fewer.
 _LENDING_SCORES: Final = 50
+# Of a step that is worth so much of all that is known of its kind (a fifth: four others like it) a
+# surprise tells what such steps take, not how fast the machine is.
+_NOVEL: Final = 0.2
 _REGIMES: Final = tuple(Regime)
 
 
@@ -121,7 +124,10 @@ class JudgedPlanes(ABC):
         self._presence[home] += _AWAKE_STEP * ((index == home) - self._presence[home])
         if index != home:
             self._presence[index] += _AWAY_STEP * (1.0 - self._presence[index])
-        verdict = self._screens[index].judge(ratio)
+        row = expand_scaled(features)
+        is_novel = self._is_novel(index, row, ratio, latency_s)
+        # Steps of an unknown kind say nothing of the speed of those that are known.
+        verdict = Verdict(ratio) if is_novel else self._screens[index].judge(ratio)
         margin = self._margins[regime]
         if verdict.taught_ratio is None:
             # It broke its bound, or kept it, all the same: coverage counts every step that was
@@ -140,11 +146,13 @@ class JudgedPlanes(ABC):
             self._drifts[regime].reset()
             if not verdict.is_cold:
                 self._alarm(margin)
+        elif is_novel:
+            # Its weight is that of what it took: what was said of it means nothing.
+            believed_s = latency_s
         elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
             plane.forget_faster(_AGE_AFTER_ALARM)
             self._alarm(margin)
-        row = expand_scaled(features)
-        taught_s = believed_s * verdict.taught_ratio
+        taught_s = latency_s if is_novel else believed_s * verdict.taught_ratio
         self._remember(features, taught_s)
         self._learn(index, row, believed_s, taught_s)
         if index != home and self._presence[home] < _AWAKE_SHARE:
@@ -228,6 +236,18 @@ class JudgedPlanes(ABC):
             num_rejected={str(reason): count for reason, count in self._num_rejected.items()},
             target_coverage=self.target_coverage,
             mixing_ratio=self._mixing.ratio,
+        )
+
+    def _is_novel(self, index: int, row: FloatArray, ratio: float, latency_s: float) -> bool:
+        """Return whether a step surprises a plane that has not seen its kind."""
+        plane, screen = self._planes[index], self._screens[index]
+        is_surprise = not 1.0 / (1.0 + screen.limit) <= ratio <= 1.0 + screen.limit
+        is_usable = 1.0 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR
+        return (
+            is_surprise
+            and is_usable
+            and plane.is_trusted
+            and plane.novelty(row, latency_s) > _NOVEL
         )
 
     def _home(self, regime: Regime, predicted_s: float) -> int:

@@ -125,6 +125,19 @@ class NonNegativePlane:
         self._moment = self._moment + relative.sum(axis=0)
         self._solve()
 
+    def novelty(self, row: FloatArray, latency_s: float) -> float:
+        """Return how little is known of steps like the scaled `row`, seconds `latency_s`: the
+        leverage z'R⁻¹z of z = row / latency. 1 is what a single such step would have told; the
+        average over all that a settled plane remembers is NUM_BASIS / 450.
+        """
+        direction = row / latency_s
+        return float(direction @ np.linalg.solve(self._known(), direction))
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it has seen a warm-up, or as much as one is worth."""
+        return self._num_total >= TRUSTED_SAMPLES
+
     @classmethod
     def from_fit(cls, coefficients: FloatArray, relative: FloatArray) -> NonNegativePlane:
         """Return a plane that goes on from a batch fit: scaled coefficients (NUM_BASIS,), and the
@@ -164,14 +177,20 @@ class NonNegativePlane:
         self._set(np.maximum(self.coefficients * factor, _LOWER))
         return factor
 
-    def _solve(self) -> None:
+    def _known(self) -> FloatArray:
+        """Return the information and a little more: the system is never singular."""
         gram = self._information.copy()
-        # A proximal term towards the last solution: harmless where data decides, and the system is
-        # never singular.
-        pull = _PROXIMAL * float(gram.trace())
-        gram.flat[:: NUM_BASIS + 1] += pull
+        gram.flat[:: NUM_BASIS + 1] += self._pull()
+        return gram
+
+    def _pull(self) -> float:
+        return _PROXIMAL * float(self._information.trace())
+
+    def _solve(self) -> None:
+        gram = self._known()
+        # A proximal term towards the last solution: harmless where data decides.
         last = self.coefficients - _LOWER
-        moment = self._moment + pull * self.coefficients - gram[:, 0] * MIN_INTERCEPT_S
+        moment = self._moment + self._pull() * self.coefficients - gram[:, 0] * MIN_INTERCEPT_S
         self._set(solve_nonnegative(gram, moment, last) + _LOWER)
 
     def state(self) -> dict[str, Any]:

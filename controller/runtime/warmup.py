@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from costmodel.features import StepFeatures
+import numpy as np
+
+from costmodel.features import Regime, StepFeatures
 from costmodel.prior import SweepShape, sweep_plan
 from engine.blocks import num_blocks_for
 from engine.clock import Clock
@@ -31,15 +33,23 @@ _LONGEST_CONTEXT = 2048
 # down. Such chunks are timed too, as far as the step allows, where one takes no longer than this.
 _LONG_CHUNKS = (2048, 8192)
 _LONG_S = 1.0
+# Nor can what long contexts cost: of a slope that is told from 1,024 tokens by 3 % of a step
+# nothing is right at 100,000. Each of them, in tokens per request, is read by decodes alone, by a
+# chunk alone and by decodes beside a chunk, within half of the pool.
+_LONG_CONTEXTS = (8192, 65_536)
+_MOST_DECODES = 16
+_CHUNK_BEHIND, _CHUNK_BESIDE = 256, 512
 # As many as a preempted request may hold: enough to stand out beside one step.
 _SWAPPED_BLOCKS = 64
+# Features that a step's time may grow with: prompt tokens, decodes, their context, chunk·past.
+_NUM_GROWING = 4
 
 
 def sweep_shapes(config: EngineConfig) -> tuple[SweepShape, ...]:
     """Return the steps of a warm-up within the engine's limits, smallest first; the simulator times
     the same.
 
-    The last ones are long chunks, which `run_sweep` leaves out on a slow machine.
+    The last ones are long chunks and long contexts, which `run_sweep` leaves out on a slow machine.
     """
     shapes = sweep_plan(
         min(config.max_num_batched_tokens, _LONGEST_CHUNK),
@@ -48,7 +58,26 @@ def sweep_shapes(config: EngineConfig) -> tuple[SweepShape, ...]:
     )
     most = min(config.max_num_batched_tokens, config.max_model_len)
     longer = sorted({min(size, most) for size in _LONG_CHUNKS if most > _LONGEST_CHUNK})
-    return (*shapes, *(SweepShape(size, 0, 0, 0) for size in longer))
+    chunks = (SweepShape(size, 0, 0, 0) for size in longer)
+    return (*shapes, *chunks, *_long_contexts(config))
+
+
+def _long_contexts(config: EngineConfig) -> Iterator[SweepShape]:
+    most = min(config.max_num_batched_tokens, config.max_num_seqs, _MOST_DECODES)
+    for context in _LONG_CONTEXTS:
+        if context > config.max_model_len:
+            return
+        # Beside a chunk there is one seat less, and room for its tokens.
+        num_held = config.num_blocks * config.block_size // 2 // context
+        num_decodes = min(most, num_held)
+        behind = min(_CHUNK_BEHIND, config.max_num_batched_tokens)
+        yield SweepShape(behind, context - behind, 0, 0, is_end=False)
+        if num_decodes < 1:
+            continue
+        yield SweepShape(0, 0, num_decodes, context)
+        beside = min(_CHUNK_BESIDE, config.max_num_batched_tokens - num_decodes)
+        if beside > 0 and num_decodes < config.max_num_seqs:
+            yield SweepShape(beside, 0, num_decodes, context)
 
 
 def run_sweep(
@@ -58,7 +87,7 @@ def run_sweep(
     shapes: Iterable[SweepShape],
 ) -> list[tuple[StepFeatures, float]]:
     """Execute every shape that the pool holds and return (features, least seconds) for each; not
-    the chunks of over 512 tokens that would take over a second at the rate of the shape before.
+    long ones that may take over a second, by what the shapes before took.
 
     The least of the repeats: what else the machine does can only add to a step, and a prior that is
     too slow refuses promises that nothing would then correct. The very first execution is not
@@ -70,7 +99,7 @@ def run_sweep(
         plan, requests = _plan_of(shape, config.block_size)
         if sum(len(request.block_table) for request in requests.values()) > config.num_blocks:
             continue
-        if shape.num_chunk_tokens > _LONGEST_CHUNK and _foreseen_s(shape, samples) > _LONG_S:
+        if _is_long(shape) and _foreseen_s(shape.features(), samples) > _LONG_S:
             continue
         if is_first:
             runner.execute(plan, requests)
@@ -86,15 +115,29 @@ def run_sweep(
     return samples
 
 
-def _foreseen_s(shape: SweepShape, samples: Sequence[tuple[StepFeatures, float]]) -> float:
-    """Return the seconds of a chunk at the rate of the longest one timed so far; infinite if none
-    was.
+def _is_long(shape: SweepShape) -> bool:
+    longest = max(shape.num_past_tokens + shape.num_chunk_tokens, shape.num_context_tokens)
+    return shape.num_chunk_tokens > _LONGEST_CHUNK or longest > _LONGEST_CONTEXT
+
+
+def _foreseen_s(features: StepFeatures, samples: Sequence[tuple[StepFeatures, float]]) -> float:
+    """Return the seconds of a step by those of a smaller one of its kind, all of which is taken to
+    grow like what grows most; the least of them, infinite if there is none. Decodes beside a chunk
+    take no longer than both apart.
     """
-    longest = max(samples, key=lambda sample: sample[0].num_prefill_tokens, default=None)
-    if longest is None or not longest[0].num_prefill_tokens:
-        return math.inf
-    features, latency_s = longest
-    return latency_s * shape.num_chunk_tokens / features.num_prefill_tokens
+    if features.regime is Regime.MIXED:
+        decodes = StepFeatures(0.0, *features[1:3])
+        chunk = features._replace(num_decode_requests=0.0, decode_context_tokens=0.0)
+        return _foreseen_s(decodes, samples) + _foreseen_s(chunk, samples)
+    wanted = np.array(features[:_NUM_GROWING])
+    is_there = wanted > 0.0
+    foreseen_s = math.inf
+    for sample, latency_s in samples:
+        known = np.array(sample[:_NUM_GROWING])
+        if ((known > 0.0) == is_there).all():
+            growth = float((wanted[is_there] / known[is_there]).max())
+            foreseen_s = min(foreseen_s, latency_s * growth)
+    return foreseen_s
 
 
 def time_swap(runner: ModelRunner, config: EngineConfig, clock: Clock) -> float | None:

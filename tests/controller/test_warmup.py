@@ -150,3 +150,51 @@ def test_long_prompts_are_foretold_by_the_sweep_alone(device: SyntheticDevice) -
         whole = SweepShape(num_prompt, 0, 0, 0).features()
         foretold_s = float(predict_alone(model, np.array([float(num_prompt)]), 8192)[0])
         assert 0.8 < foretold_s / device.latency_s(whole) < 1.1
+
+
+def test_long_contexts_are_timed_within_half_of_the_pool() -> None:
+    def longest(config: EngineConfig) -> tuple[float, float, float]:
+        sweep = _sweep(ACCELERATOR, config)
+        alone = [f for f, _ in sweep if f.num_prefill_tokens == 0.0]
+        beside = [f for f, _ in sweep if f.num_prefill_tokens and f.num_decode_requests]
+        return (
+            max(features.decode_context_tokens for features in alone),
+            max(features.decode_context_tokens for features in beside),
+            max(
+                f.chunk_past_tokens / f.num_prefill_tokens for f, _ in sweep if f.chunk_past_tokens
+            ),
+        )
+
+    # 16 decodes at 8,192 tokens, 3 at 65,536; a chunk of 256 that ends there.
+    large = EngineConfig(num_blocks=25_000, max_model_len=131_072)
+    assert longest(large) == (3 * 65_536.0, 3 * 65_536.0, 65_536.0 - 256.0)
+    medium = EngineConfig(num_blocks=25_000, max_model_len=32_768)
+    assert longest(medium) == (16 * 8192.0, 16 * 8192.0, 8192.0 - 256.0)
+    # The pool holds 8,000 tokens, or a step few.
+    assert longest(EngineConfig(num_blocks=500, max_model_len=32_768))[2] <= 2048.0
+    few = EngineConfig(num_blocks=25_000, max_model_len=32_768, max_num_seqs=2)
+    assert longest(few)[:2] == (2 * 8192.0, 2048.0 / 2)
+
+
+def test_long_contexts_are_left_out_where_they_take_long() -> None:
+    config = EngineConfig(num_blocks=25_000, max_model_len=131_072)
+    slow = _sweep(TWO_CORES, config)
+    assert max(latency_s for _, latency_s in slow) < 2.0
+    assert max(features.decode_context_tokens for features, _ in slow) < 65_536.0
+    assert max(features.chunk_past_tokens for features, _ in slow) < 256.0 * 8192.0
+
+
+@pytest.mark.parametrize("num_decodes", [2, 6, 16])
+def test_decodes_at_long_contexts_are_foretold_by_the_sweep_alone(num_decodes: int) -> None:
+    config = EngineConfig(num_blocks=25_000, max_model_len=131_072)
+    rng = np.random.default_rng(3)
+    noisy = [
+        (features, latency_s * float(1.0 + 0.03 * rng.standard_normal()))
+        for features, latency_s in _sweep(ACCELERATOR, config)
+    ]
+    model = fit_prior(noisy)
+    for context in (30_000.0, 100_000.0, 250_000.0):
+        for chunk in (0.0, 300.0):
+            step = StepFeatures(chunk, float(num_decodes), context, 0.0, chunk**2, chunk > 0.0)
+            foretold_s = float(model.predict(step.to_array()[None]).mean_s[0])
+            assert 0.85 < foretold_s / ACCELERATOR.latency_s(step) < 1.15
