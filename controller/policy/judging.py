@@ -178,9 +178,11 @@ def judge_queue(
         done_s = np.where(is_late, kept_s + behind_s, done_s)
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
-    # is to be taken then.
-    if not own_tokens and delays_s is None and intake.is_roomy(len(queue)):
-        aim_s = queue.arrived_at - now + first_aims_s(queue, config)
+    # is to be taken then. Nor before a backlog that whoever comes next would find undone.
+    aims_s = first_aims_s(queue, config)
+    is_little = float(work_s.sum()) <= config.patience_backlog * least(aims_s)
+    if not own_tokens and delays_s is None and is_little and intake.is_roomy(len(queue)):
+        aim_s = queue.arrived_at - now + aims_s
         unhurried = unhurried_tokens(
             curve,
             queue.remaining,

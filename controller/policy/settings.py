@@ -24,7 +24,8 @@ class PolicyConfig:
     `knee_share` is the share of the best prompt tokens per second that a light load asks of a step,
     `stream_knee_share` that beside streams with token promises while everybody who waits has a
     deadline: their first tokens are aimed at `patience` of the way from arrival to the paced
-    deadline, at `patience_s` seconds at the latest;
+    deadline, at `patience_s` seconds at the latest, until what waits is work for more than
+    `patience_backlog` of the shortest such time;
     `drain_steps` is the number of steps in which the queued prompt work should be done, so that a
     growing queue moves the budget to N⁺ (math.inf = never for the queue's sake); `split_threshold`
     is the prompt length in tokens up to which a prompt is not split; `exploration` is the share of
@@ -66,6 +67,7 @@ class PolicyConfig:
     stream_knee_share: float = 0.4
     patience: float = 0.8
     patience_s: float = 1.0
+    patience_backlog: float = 0.4
     drain_steps: float = 8.0
     split_threshold: int = 32
     exploration: float = 0.01
@@ -100,7 +102,8 @@ class PolicyConfig:
         for name in ("patience_s", "gap_limit_s", "max_wait_s", "max_age_factor", "min_max_age_s"):
             self._check_positive(name)
         self._check_positive("started_factor")
-        self._check_positive("drain_steps", may_be_infinite=True)
+        for name in ("patience_backlog", "drain_steps"):
+            self._check_positive(name, may_be_infinite=True)
         quantile = self.margin_quantile
         if not (_is_number(quantile) and MIN_COVERAGE <= quantile <= MAX_COVERAGE):
             raise ValueError(

@@ -116,6 +116,10 @@ KNOBS: Final = (
     ),
     Knob("patience", 0.2, 1.0, "little hurries prompts, much leaves the streams short steps"),
     Knob(
+        "patience_backlog", 0.1, 4.0, "little keeps room for a burst, much leaves short steps",
+        is_log=True,
+    ),
+    Knob(
         "drain_steps", 1.0, 64.0, "few steps drain a queue at once and make long gaps", is_log=True
     ),
     Knob("split_threshold", 0, 512, "0 splits every prompt, 512 few of a chat", is_integer=True),

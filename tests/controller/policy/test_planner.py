@@ -314,3 +314,19 @@ def test_a_margin_that_forbids_mixed_steps_is_probed_now_and_then() -> None:
     # What the mean forbids is not tried.
     hopeless = SloPlanner(PLAIN, LinearCostModel(floor_s=0.7), OutputLengths())
     assert step(8, hopeless) == (0, "decode_slack")
+
+
+def test_prompts_take_their_time_until_a_backlog_has_formed() -> None:
+    def tokens(num_prompts: int, **changes: Any) -> int:
+        # Each prompt is 0.2 s of tokens, aimed at 0.76 s after its arrival.
+        prompts = [
+            waiting(f"p{i}", 200, slo=Slo(ttft_s=0.95), max_tokens=1) for i in range(num_prompts)
+        ]
+        view = view_of(running=[decode("s", slo=Slo(tpot_s=0.6))], waiting=prompts)
+        return plan(view, replace(PLAIN, stream_knee_share=0.1, **changes)).num_prefill_tokens
+
+    # One prompt is little to do: a step of its demand. Two are more than two fifths of the time.
+    assert tokens(1) < 100
+    assert tokens(2) > 300
+    assert tokens(2, patience_backlog=math.inf) < 300
+    assert tokens(1, patience_backlog=0.1) == 200

@@ -98,7 +98,7 @@ def test_random_queues_stay_on_time_and_no_heavier_one_is_later() -> None:
 
 # 0.1 + 0.001·N + 0.01 per decode, without a margin.
 MODEL = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1, margin=0.0)
-CONFIG = PolicyConfig(exploration=0.0, pace=1.0, upper_pace=1.0)
+CONFIG = PolicyConfig(exploration=0.0, pace=1.0, upper_pace=1.0, patience_backlog=math.inf)
 
 
 def planned(weight: float, urgent_s: float, **view: Any) -> tuple[list[str], dict[str, float]]:

@@ -61,6 +61,7 @@ configs = st.builds(
     drain_steps=st.sampled_from([1.0, 8.0, math.inf]),
     patience=st.sampled_from([0.1, 1.0]),
     patience_s=st.sampled_from([0.05, 10.0]),
+    patience_backlog=st.sampled_from([0.1, 0.5, math.inf]),
     stream_knee_share=st.sampled_from([0.05, 1.0]),
     upper_pace=st.sampled_from([1.0, 1.5]),
     gap_limit_s=st.sampled_from([0.08, 1.0]),

@@ -36,6 +36,7 @@ BAD: list[tuple[str, Any]] = [
         for value in (0.0, -1.0, math.inf, math.nan)
     ],
     ("drain_steps", 0.0),
+    *[("patience_backlog", value) for value in (0.0, -1.0, math.nan, True)],
     ("upper_pace", 0.9),
     *[("margin_quantile", value) for value in (0.49, 0.995, math.nan, True, "x")],
     *[("order_blend", value) for value in (-1.0, math.inf, math.nan, True)],
