@@ -19,6 +19,8 @@ from costmodel.fields import SnapshotError, read_count, read_number, read_number
 MAX_LATENCY_S: Final = 3600.0
 # An hour over the least prediction, a microsecond.
 MAX_RATIO: Final = 4e9
+# So many surprises in a row at most are put down to work that nobody knew.
+MAX_UNKNOWN_RUN: Final = 16
 # Beyond this factor a lone residual is not weak evidence but none.
 OUTLIER_FACTOR: Final = 8.0
 # That many one-sided surprises in a row are a change of speed: independent outliers, 1 % of steps,
@@ -95,6 +97,8 @@ class Screen:
         self.is_on_trial = False
         self._size = _START_SIZE
         self._run: list[float] = []
+        # Surprises in a row of an unknown kind, negative where they were quicker than predicted.
+        self._num_unknown = 0
 
     @property
     def size(self) -> float:
@@ -106,17 +110,23 @@ class Screen:
         """Relative residual beyond which a sample is a surprise."""
         return max(_MIN_SURPRISE, _SURPRISE * self._size)
 
+    def is_surprise(self, ratio: float) -> bool:
+        """Whether actual/predicted is beyond the limit."""
+        limit = self.limit
+        # On the low side the same surprise is 1/(1 + limit): a ratio cannot fall by more than all
+        # of it.
+        return not 1.0 / (1.0 + limit) <= ratio <= 1.0 + limit
+
     def judge(self, ratio: float) -> Verdict:
         """Judge actual/predicted, finite and positive."""
         residual = ratio - 1.0
         limit = self.limit
         step = 1.0 + _SIZE_STEP if abs(residual) > self._size else 1.0 - _SIZE_STEP
         self._size = min(_MAX_SIZE, max(_MIN_SIZE, self._size * step))
-        # On the low side the same surprise is 1/(1 + limit): a ratio cannot fall by more than all
-        # of it.
         low, high = 1.0 / (1.0 + limit), 1.0 + limit
         if low <= ratio <= high:
             self._run.clear()
+            self._num_unknown = 0
             self.num_accepted += 1
             self.is_on_trial = False
             return Verdict(ratio)
@@ -137,6 +147,32 @@ class Screen:
         self.num_accepted += 1
         return Verdict(min(high, max(low, ratio)))
 
+    def is_among_unknown(self, ratio: float) -> bool:
+        """Whether a surprise goes on with a run of unknown steps: what they are found to take is
+        learnt in more than one of them.
+        """
+        return self._num_unknown != 0 and (self._num_unknown > 0) == (ratio > 1.0)
+
+    def judge_unknown(self, ratio: float) -> Verdict:
+        """Judge a surprise of a kind that the belief does not know.
+
+        Such steps say nothing of the speed of those that are known: they teach what they take. A
+        lone one may be an outlier and teaches no more than any surprise before another one agrees;
+        far beyond the belief `SHIFT_RUN` have to.
+        """
+        if not self.is_among_unknown(ratio):
+            self._num_unknown = 0
+        self._num_unknown += 1 if ratio > 1.0 else -1
+        num = abs(self._num_unknown)
+        is_near = 1.0 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR
+        if num > MAX_UNKNOWN_RUN:
+            # Nothing is learnt of it: this is no matter of kinds.
+            self._num_unknown = 0
+        if num >= (2 if is_near else SHIFT_RUN):
+            return Verdict(ratio)
+        high = 1.0 + self.limit
+        return Verdict(min(high, max(1.0 / high, ratio)) if is_near else None)
+
     def put_on_trial(self) -> None:
         """Start counting surprises anew: the belief was moved by what another screen saw.
 
@@ -152,6 +188,7 @@ class Screen:
             "is_on_trial": int(self.is_on_trial),
             "size": self._size,
             "run": list(self._run),
+            "num_unknown": self._num_unknown,
         }
 
     @classmethod
@@ -164,4 +201,8 @@ class Screen:
         screen._run = read_numbers(state, "run", path, SHIFT_RUN)
         if any(not 0.0 <= ratio <= MAX_RATIO for ratio in screen._run):
             raise SnapshotError(f"{path}.run", f"must be in [0, {MAX_RATIO:g}]")
+        # Snapshots that are older than it have none.
+        if "num_unknown" in state:
+            bound = float(MAX_UNKNOWN_RUN)
+            screen._num_unknown = int(read_number(state, "num_unknown", path, -bound, bound))
         return screen

@@ -16,7 +16,7 @@ from costmodel.drift import PageHinkley
 from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLANE, Envelope
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
-from costmodel.hygiene import OUTLIER_FACTOR, RejectReason, Screen, Verdict, check_sample
+from costmodel.hygiene import COLD_SAMPLES, RejectReason, Screen, check_sample
 from costmodel.margin import (
     MAX_COVERAGE,
     MIN_COVERAGE,
@@ -47,8 +47,10 @@ _MAX_SPLIT_S: Final = 1e30
 # A regime with as many scores lends its margin to those with fewer.
 _LENDING_SCORES: Final = 50
 # Of a step that is worth so much of all that is known of its kind (a fifth: four others like it) a
-# surprise tells what such steps take, not how fast the machine is.
+# surprise tells what such steps take, not how fast the machine is. It then weighs four times all
+# that is known of them: four fifths of its surprise are gone.
 _NOVEL: Final = 0.2
+_TOLD: Final = 4.0
 _REGIMES: Final = tuple(Regime)
 
 
@@ -125,9 +127,9 @@ class JudgedPlanes(ABC):
         if index != home:
             self._presence[index] += _AWAY_STEP * (1.0 - self._presence[index])
         row = expand_scaled(features)
-        is_novel = self._is_novel(index, row, ratio, latency_s)
-        # Steps of an unknown kind say nothing of the speed of those that are known.
-        verdict = Verdict(ratio) if is_novel else self._screens[index].judge(ratio)
+        novelty = self._novelty(index, row, ratio, predicted.mean_s)
+        screen = self._screens[index]
+        verdict = screen.judge_unknown(ratio) if novelty else screen.judge(ratio)
         margin = self._margins[regime]
         if verdict.taught_ratio is None:
             # It broke its bound, or kept it, all the same: coverage counts every step that was
@@ -140,21 +142,24 @@ class JudgedPlanes(ABC):
             return False
 
         plane = self._planes[index]
-        believed_s = predicted.mean_s
+        believed_s, weight = predicted.mean_s, None
         if verdict.shift is not None:
             believed_s *= self._shift(index, verdict.shift)
             self._drifts[regime].reset()
             if not verdict.is_cold:
                 self._alarm(margin)
-        elif is_novel:
-            # Its weight is that of what it took: what was said of it means nothing.
-            believed_s = latency_s
+        elif verdict.taught_ratio == ratio and novelty:
+            # It weighs by what it took: what was said of it means little.
+            believed_s, weight = latency_s, _TOLD / novelty
+        elif novelty:
+            # Nothing is told yet, and nothing of drift.
+            pass
         elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
             plane.forget_faster(_AGE_AFTER_ALARM)
             self._alarm(margin)
-        taught_s = latency_s if is_novel else believed_s * verdict.taught_ratio
+        taught_s = believed_s * (1.0 if weight else verdict.taught_ratio)
         self._remember(features, taught_s)
-        self._learn(index, row, believed_s, taught_s)
+        self._learn(index, row, believed_s, taught_s, weight)
         if index != home and self._presence[home] < _AWAKE_SHARE:
             # A plane that is nowhere the largest one would never learn again. It wakes up by what
             # happens at its home, and where fewer planes are enough they come to agree there.
@@ -238,17 +243,19 @@ class JudgedPlanes(ABC):
             mixing_ratio=self._mixing.ratio,
         )
 
-    def _is_novel(self, index: int, row: FloatArray, ratio: float, latency_s: float) -> bool:
-        """Return whether a step surprises a plane that has not seen its kind."""
+    def _novelty(self, index: int, row: FloatArray, ratio: float, predicted_s: float) -> float:
+        """Return the leverage of a step that took `ratio` times its prediction, if it surprises a
+        plane that has not seen its kind in a model that knows the machine's speed; 0 otherwise.
+
+        That of the longer time: a machine that became faster must not make all that is known look
+        like little.
+        """
         plane, screen = self._planes[index], self._screens[index]
-        is_surprise = not 1.0 / (1.0 + screen.limit) <= ratio <= 1.0 + screen.limit
-        is_usable = 1.0 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR
-        return (
-            is_surprise
-            and is_usable
-            and plane.is_trusted
-            and plane.novelty(row, latency_s) > _NOVEL
-        )
+        is_warm = any(each.num_accepted >= COLD_SAMPLES for each in self._screens)
+        if not (screen.is_surprise(ratio) and plane.is_trusted and is_warm):
+            return 0.0
+        novelty = plane.novelty(row, predicted_s * max(1.0, ratio))
+        return novelty if novelty > _NOVEL or screen.is_among_unknown(ratio) else 0.0
 
     def _home(self, regime: Regime, predicted_s: float) -> int:
         """Return the plane that is expected to be the largest one, and steer the usual size."""
@@ -262,9 +269,17 @@ class JudgedPlanes(ABC):
         return WORK_PLANE if is_large else PREFILL_PLANE
 
     @abstractmethod
-    def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:
-        """Learn that a step with scaled basis `row` took `taught_s`; plane `index` answers for
-        it.
+    def _learn(
+        self,
+        index: int,
+        row: FloatArray,
+        believed_s: float,
+        taught_s: float,
+        weight: float | None = None,
+    ) -> None:
+        """Learn that a step with scaled basis `row` took `taught_s`; plane `index` answers for it.
+
+        With a `weight`, in samples, the next prediction is to know it.
         """
 
     def _remember(self, features: StepFeatures, taught_s: float) -> None:  # noqa: B027 - optional

@@ -90,14 +90,20 @@ class NonNegativePlane:
         self.coefficients: FloatArray = coefficients
         self.physical: FloatArray = coefficients / SCALES
 
-    def learn(self, row: FloatArray, predicted_s: float, taught_s: float) -> bool:
+    def learn(
+        self, row: FloatArray, predicted_s: float, taught_s: float, weight: float | None = None
+    ) -> bool:
         """Learn that a step with scaled basis `row` took `taught_s`; True if the coefficients
         moved.
 
-        `predicted_s` is what had been believed: it sets the relative weight.
+        `predicted_s` is what had been believed: it sets the relative weight. A step with a `weight`
+        of its own counts as so many, and moves them at once.
         """
         direction = row / predicted_s
         target = taught_s / predicted_s
+        if weight is not None:
+            direction *= math.sqrt(weight)
+            target *= math.sqrt(weight)
         seen = self._information.dot(direction)
         forgotten = max(FORGETTING, YOUNG_FORGETTING / (YOUNG_SAMPLES + self._num_samples))
         root = math.sqrt(forgotten / float(direction.dot(seen)))
@@ -109,7 +115,8 @@ class NonNegativePlane:
         self._information -= seen[:, None] * seen
         self._num_samples += 1
         self._num_total += 1
-        if self._num_samples > SETTLED_SAMPLES and self._num_samples % SOLVE_EVERY:
+        is_due = self._num_samples <= SETTLED_SAMPLES or not self._num_samples % SOLVE_EVERY
+        if not is_due and weight is None:
             return False
         self._solve()
         return True

@@ -15,7 +15,14 @@ class RecursiveLeastSquares(JudgedPlanes):
 
     kind = "recursive_least_squares"
 
-    def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:
-        if self._planes[index].learn(row, believed_s, taught_s):
+    def _learn(
+        self,
+        index: int,
+        row: FloatArray,
+        believed_s: float,
+        taught_s: float,
+        weight: float | None = None,
+    ) -> None:
+        if self._planes[index].learn(row, believed_s, taught_s, weight):
             self._envelope.set_plane(index, self._planes[index].physical)
             self._version += 1

@@ -56,7 +56,14 @@ class WindowedRegression(JudgedPlanes):
         self._version += 1
         self._due_at = num + min(REFIT_EVERY, max(1, num // _YOUNG_GROWTH))
 
-    def _learn(self, index: int, row: FloatArray, believed_s: float, taught_s: float) -> None:
+    def _learn(
+        self,
+        index: int,
+        row: FloatArray,
+        believed_s: float,
+        taught_s: float,
+        weight: float | None = None,
+    ) -> None:
         """Change nothing: the window learns."""
 
     def _remember(self, features: StepFeatures, taught_s: float) -> None:

@@ -215,9 +215,17 @@ def judge_queue(
             is_kept = np.array([request.request_id not in out for request in wanting])
             places = places[is_kept[queue.index[places]]]
     # While nobody is in a hurry the order of deadlines is what keeps everybody on time.
-    if unhurried is None and len(queue) > 1 and least(queue.weight) < greatest(queue.weight):
-        places, later_s = _heavier_first(queue, is_late, work_s, left_s - done_s, places)
-        ttft_s[places] += later_s
+    is_ordered = unhurried is None and not own_tokens
+    if is_ordered and len(queue) > 1 and least(queue.weight) < greatest(queue.weight):
+        # Who waits for a seat or blocks is left where it is: the order decides who gets them.
+        is_here = ~is_late
+        if delays_s is not None:
+            is_here[possible] &= delays_s <= 0.0
+        if places is None:
+            places = np.arange(len(queue))
+        is_movable = queue.period_s >= pacing.period_s
+        later_s = _put_heavier_first(queue, places, is_here, work_s, left_s - done_s, is_movable)
+        ttft_s += later_s
     if places is not None:
         queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
         left_s = np.where(is_late, math.inf, queue.deadline_at - now)
@@ -225,29 +233,35 @@ def judge_queue(
     return Judged(queue, is_late, ttft_s, lower, head, curve, own_tokens, unhurried, verdicts, new)
 
 
-def _heavier_first(
+def _put_heavier_first(
     queue: PrefillQueue,
-    is_late: BoolArray,
+    places: IntArray,
+    is_here: BoolArray,
     work_s: FloatArray,
     spare_s: FloatArray,
-    places: IntArray | None,
-) -> tuple[IntArray, FloatArray]:
-    """Return the order of service with heavier promises moved ahead (`precedence.py`), as places of
-    the queue, and how many seconds later each of them is done for it; `places` is the order so far,
-    those who are late last.
+    is_movable: BoolArray,
+) -> FloatArray:
+    """Move heavier promises ahead within `places`, the order of service (`precedence.py`), which is
+    changed; return how many seconds later everybody of the queue is done for it.
+
+    Only those who may compute now (`is_here`) change places with each other. Who brings a pace
+    along that nobody running holds yet is not moved (`is_movable`): prompts behind it would be
+    computed at that pace.
     """
-    if places is None:
-        places = np.arange(len(queue))
-    later_s = np.zeros(places.size)
-    num_on_time = places.size - int(is_late[places].sum())
-    first = places[:num_on_time]
+    later_s = np.zeros(len(queue))
+    slots = is_here[places].nonzero()[0]
+    here = places[slots]
     moved = heavier_first(
-        work_s[first], spare_s[first], queue.weight[first], queue.facts_at(first)[PRIORITY]
+        work_s[here],
+        spare_s[here],
+        queue.weight[here],
+        queue.facts_at(here)[PRIORITY],
+        is_movable[here],
     )
-    if moved is None:
-        return places, later_s
-    order, later_s[:num_on_time] = moved[0], moved[1][moved[0]]
-    return np.concatenate((first[order], places[num_on_time:])), later_s
+    if moved is not None:
+        places[slots] = here[moved[0]]
+        later_s[here] = moved[1]
+    return later_s
 
 
 def own_step(

@@ -28,6 +28,7 @@ NOTHING_SAVED = np.zeros(1)
 # longer by `_INSURANCE` than predicted, at the other one's cost.
 _INSURED_RATIO = 4.0
 _INSURANCE = 0.1
+_MOST_INSURED = 64
 
 
 class Outlook(NamedTuple):
@@ -182,7 +183,7 @@ def late_set(
     who is left is late, whatever the order is; they are the most in the order of deadlines.
     """
     worth = np.where(is_started, config.started_factor, 1.0) * weight
-    insured_s = _insured_s(worth, time_left_s)
+    insured_s = _insured_s(worth, weight, time_left_s)
     if (work_s.cumsum() <= insured_s).all():
         return np.zeros(work_s.size, dtype=np.bool_)
     # Hopeless even if served at once: nobody else is dropped for its sake.
@@ -197,7 +198,7 @@ def late_set(
     # Up to the first late one nobody is dropped.
     first = int(late.argmax())
     costs, works, lefts = (-cost[rest]).tolist(), work_s[rest].tolist(), time_left_s[rest].tolist()
-    insured, worths = insured_s[rest].tolist(), worth[rest].tolist()
+    insured, worths, weights = insured_s[rest].tolist(), worth[rest].tolist(), weight[rest].tolist()
     heap = [(costs[k], -k) for k in range(first)]
     heapq.heapify(heap)
     busy = float(busy_s[first - 1]) if first else 0.0
@@ -205,27 +206,50 @@ def late_set(
     for k in range(first, rest.size):
         busy += works[k]
         heapq.heappush(heap, (costs[k], -k))
-        while heap and (
-            busy > lefts[k]
-            or (busy > insured[k] and _INSURED_RATIO * worths[-heap[0][1]] <= worths[k])
-        ):
+        while busy > lefts[k] and heap:
             out = -heapq.heappop(heap)[1]
             dropped.append(out)
             busy -= works[out]
             if out == k:
                 break
+        else:
+            if busy > insured[k]:
+                light = [(c, i) for c, i in heap if _INSURED_RATIO * worths[-i] <= weights[k]]
+                paying = _least_sufficient(light, works, busy - insured[k])
+                if paying:
+                    heap = [item for item in heap if item not in paying]
+                    heapq.heapify(heap)
+                    dropped.extend(-i for _, i in paying)
+                    busy -= sum(works[-i] for _, i in paying)
     is_dropped[rest[dropped]] = True
     return is_dropped
 
 
-def _insured_s(worth: FloatArray, time_left_s: FloatArray) -> FloatArray:
+def _insured_s(worth: FloatArray, weight: FloatArray, time_left_s: FloatArray) -> FloatArray:
     """Return by when each of the ordered requests is to be done so that an error of the prediction
-    costs it nothing: earlier than its deadline where somebody before it is worth much less.
+    costs it nothing: earlier than its deadline where its class weighs much more than somebody
+    before it is worth. Only the first ones are insured: the others have their turn to be.
     """
-    if _INSURED_RATIO * least(worth) > greatest(worth):
+    if _INSURED_RATIO * least(worth) > greatest(weight):
         return time_left_s
-    is_insured = _INSURED_RATIO * np.minimum.accumulate(worth) <= worth
+    is_insured = _INSURED_RATIO * np.minimum.accumulate(worth) <= weight
+    is_insured[_MOST_INSURED:] = False
     return np.where(is_insured, time_left_s / (1.0 + _INSURANCE), time_left_s)
+
+
+def _least_sufficient(
+    light: list[tuple[float, int]], works: list[float], needed_s: float
+) -> set[tuple[float, int]]:
+    """Return those of the (negative cost, negative place) pairs whose work adds up to `needed_s`,
+    the costliest first; none where all of it does not suffice.
+    """
+    paying: set[tuple[float, int]] = set()
+    for item in sorted(light):
+        if needed_s <= 0.0:
+            break
+        paying.add(item)
+        needed_s -= works[-item[1]]
+    return paying if needed_s <= 0.0 else set()
 
 
 def late_starters(

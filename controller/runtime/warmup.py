@@ -7,6 +7,7 @@ reaches telemetry.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,9 +19,11 @@ from costmodel.prior import SweepShape, sweep_plan
 from engine.blocks import num_blocks_for
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.ports import ModelRunner
+from engine.ports import DeviceLostError, ModelRunner
 from engine.request import Request
 from engine.step import StepPlan, StepWork, WorkKind
+
+logger = logging.getLogger("paceline")
 
 # Each shape is repeated until its timings add up to this, at most so many times: short steps are
 # noisy and cheap to repeat, long ones are neither.
@@ -76,7 +79,8 @@ def _long_contexts(config: EngineConfig) -> Iterator[SweepShape]:
             continue
         yield SweepShape(0, 0, num_decodes, context)
         beside = min(_CHUNK_BESIDE, config.max_num_batched_tokens - num_decodes)
-        if beside > 0 and num_decodes < config.max_num_seqs:
+        num_decodes = min(num_decodes, config.max_num_seqs - 1)
+        if beside > 0 and num_decodes > 0:
             yield SweepShape(beside, 0, num_decodes, context)
 
 
@@ -87,7 +91,7 @@ def run_sweep(
     shapes: Iterable[SweepShape],
 ) -> list[tuple[StepFeatures, float]]:
     """Execute every shape that the pool holds and return (features, least seconds) for each; not
-    long ones that may take over a second, by what the shapes before took.
+    long ones that may take over a second, by what the shapes before took, or that fail.
 
     The least of the repeats: what else the machine does can only add to a step, and a prior that is
     too slow refuses promises that nothing would then correct. The very first execution is not
@@ -105,11 +109,18 @@ def run_sweep(
             runner.execute(plan, requests)
             is_first = False
         timings: list[float] = []
-        while len(timings) < _MAX_REPEATS and sum(timings) < _ENOUGH_S:
-            started_at = clock.now()
-            runner.execute(plan, requests)
-            timings.append(clock.now() - started_at)
-        samples.append((shape.features(), min(timings)))
+        try:
+            while len(timings) < _MAX_REPEATS and sum(timings) < _ENOUGH_S:
+                started_at = clock.now()
+                runner.execute(plan, requests)
+                timings.append(clock.now() - started_at)
+        except Exception as error:
+            # The server can do without the long ones, as it can when a client asks for one.
+            if isinstance(error, DeviceLostError) or not _is_long(shape):
+                raise
+            logger.warning("a long warm-up step is left out: %s", " ".join(str(error).split()))
+        else:
+            samples.append((shape.features(), min(timings)))
         for request_id in requests:
             runner.forget(request_id)
     return samples

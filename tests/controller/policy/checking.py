@@ -46,6 +46,11 @@ def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None
     admitted = {a.request_id for a in plan.admissions if a.action is AdmissionAction.ADMIT}
     assert admitted <= set(ids)
     assert len({a.request_id for a in plan.admissions}) == len(plan.admissions)
+    for told in plan.admissions:
+        # A first token that is still to come is not predicted for the past.
+        age_s = view.now - everybody[told.request_id].arrived_at
+        if told.action is not AdmissionAction.REJECT and told.predicted_ttft_s is not None:
+            assert told.predicted_ttft_s >= age_s - 1e-6
     shifts: Counter[int] = Counter()
     free = view.num_free_blocks
     for i in gone:

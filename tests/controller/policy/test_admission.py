@@ -213,22 +213,33 @@ def test_who_weighs_much_less_pays_for_what_a_prediction_may_be_wrong_by() -> No
     # Among equals, or nearly so, that is nobody's fault; nor does the heavier one lose by it.
     assert chosen([2, 3], [4, 5.2], weight=[1.0, 3.9]) == [False, False]
     assert chosen([2, 3], [4, 5.2], weight=[4.0, 1.0]) == [False, False]
-    assert chosen([5, 2], [math.inf, 2.1], weight=[0.0, 1.0]) == [True, False]
+    assert chosen([3, 2], [math.inf, 5.2], weight=[0.0, 1.0]) == [True, False]
     # Alone it has nobody to take the time from.
     assert chosen([3], [3.1], weight=[4.0]) == [False]
-    # What cannot be insured is served all the same, and as few as are needed pay for the rest.
-    assert chosen([1, 1, 4, 1], [9, 9, 4.2, 9], weight=[1.0, 1.0, 8.0, 1.0]) == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert chosen([1, 2, 4], [9, 9, 6.5], weight=[1.0, 1.0, 8.0]) == [False, True, False]
 
 
-def test_started_work_is_not_given_up_for_a_little_safety() -> None:
+def test_only_as_many_pay_as_are_needed_and_help() -> None:
+    assert chosen([1, 2, 4], [9, 9, 7.5], weight=[1.0, 1.0, 8.0]) == [False, True, False]
+    # Not even alone is it done a tenth early: nobody pays for that.
+    assert chosen([0.1, 4], [4.15, 4.2], weight=[1.0, 1000.0]) == [False, False]
+    assert chosen([0.01] * 9 + [4], [9] * 9 + [4.2], weight=[1.0] * 9 + [1000.0]) == [False] * 10
+    # A costlier one that is as heavy hides nobody.
+    assert chosen([88, 8, 8], [200, 104, 106], weight=[8.0, 1.0, 8.0]) == [False, True, False]
+
+
+def test_insurance_looks_at_classes_and_spares_what_was_begun() -> None:
+    # A started equal is dear to drop, not a heavier promise.
+    assert chosen([2, 3], [4, 5.2], started=[False, True]) == [False, False]
     assert chosen([2, 3], [4, 5.2], weight=[1.0, 8.0], started=[True, False]) == [False, False]
     assert chosen([2, 3], [4, 5.2], weight=[1.0, 32.0], started=[True, False]) == [True, False]
+
+
+def test_only_the_first_of_a_long_queue_are_insured() -> None:
+    light, heavy = [0.1] * 80, [1.0]
+    left = [100.0] * 80 + [9.1]
+    weight = [1.0] * 80 + [9.0]
+    assert not any(chosen(light + heavy, left, weight))
+    assert any(chosen(light[:40] + heavy, [100.0] * 40 + [5.1], [1.0] * 40 + [9.0]))
 
 
 def test_a_hopeless_one_takes_nobody_with_it() -> None:

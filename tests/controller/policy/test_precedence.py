@@ -10,7 +10,7 @@ import pytest
 
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
-from controller.policy.precedence import heavier_first
+from controller.policy.precedence import MOST_MOVED, heavier_first
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Slo
 from engine.step import WorkKind
@@ -29,13 +29,18 @@ def served(
     left: list[float],
     weight: list[float],
     priority: list[float] | None = None,
+    movable: list[bool] | None = None,
 ) -> list[int]:
     """The order of service, checked: whoever was on time still is, and is told when."""
     work_s, left_s = np.array(work), np.array(left)
     done_s = work_s.cumsum()
     assert (done_s <= left_s).all()
     moved = heavier_first(
-        work_s, left_s - done_s, np.array(weight), np.array(priority or [0.0] * len(work))
+        work_s,
+        left_s - done_s,
+        np.array(weight),
+        np.array(priority or [0.0] * len(work)),
+        np.array(movable or [True] * len(work)),
     )
     if moved is None:
         return [*range(len(work))]
@@ -77,6 +82,21 @@ def test_best_effort_lets_promises_by() -> None:
 def test_a_priority_stands_above_every_weight() -> None:
     assert served([1, 1], [9, 9], [1, 5], [0, 1]) == [0, 1]
     assert served([1, 1], [9, 9], [1, 5], [1, 1]) == [1, 0]
+
+
+def test_who_brings_a_pace_along_stays_and_lets_others_by() -> None:
+    assert served([1, 1], [9, 9], [1, 5], movable=[True, False]) == [0, 1]
+    assert served([1, 1, 1], [9, 9, 9], [1, 5, 9], movable=[True, False, True]) == [2, 0, 1]
+
+
+def test_only_the_first_places_of_a_long_queue_are_looked_at() -> None:
+    near, far = MOST_MOVED - 1, MOST_MOVED
+    weight = [1.0] * (far + 2)
+    weight[far] = 9.0
+    assert served([1.0] * (far + 2), [999.0] * (far + 2), weight) == [*range(far + 2)]
+    weight[near] = 9.0
+    order = served([1.0] * (far + 2), [999.0] * (far + 2), weight)
+    assert order == [near, *range(near), far, far + 1]
 
 
 def test_random_queues_stay_on_time_and_no_heavier_one_is_later() -> None:
@@ -133,3 +153,29 @@ def test_while_prompts_take_their_time_deadlines_alone_order_them() -> None:
     assert planned(2.0, 4.0, running=streams)[0] == ["light"]
     # With few seats nobody takes time.
     assert planned(2.0, 4.0, running=streams, max_num_seqs=4)[0] == ["heavy"]
+
+
+def test_where_seats_or_blocks_are_short_deadlines_alone_order_who_gets_them() -> None:
+    # The light one's deadline passes before another seat comes free.
+    streams = [decode(f"s{i}", slo=Slo(tpot_s=2.0), max_tokens=400) for i in range(3)]
+    order, told = planned(2.0, 2.0, running=streams, max_num_seqs=4)
+    assert order == ["light"]
+    assert told["light"] < 2.0
+    # Blocks for one of them only.
+    order, told = planned(2.0, 2.0, running=streams[:1], num_blocks=60)
+    assert order == ["light"]
+    assert all(ttft_s > 0.0 for ttft_s in told.values())
+
+
+def test_a_heavier_one_whose_stream_would_slow_the_lighter_prompt_waits_its_turn() -> None:
+    def first(tpot_s: float | None) -> str:
+        light = waiting("light", 3000, slo=Slo(ttft_s=5.0), of=slo_class("light"))
+        heavy = waiting(
+            "heavy", 100, slo=Slo(ttft_s=10.0, tpot_s=tpot_s), of=slo_class("heavy", weight=5.0)
+        )
+        planner = CheckedPlanner(SloPlanner(CONFIG, MODEL, OutputLengths(default=16)))
+        plan = planner.plan(view_of(waiting=[light, heavy], max_num_batched_tokens=600))
+        return plan.work[0].request_id
+
+    assert first(0.15) == "light"
+    assert first(None) == "heavy"
