@@ -126,7 +126,7 @@ def test_a_run_of_unknown_work_far_off_is_learnt_and_known_work_stays(factor: fl
     moved = np.abs(predicted_s(model, USUAL) / before_s - 1.0)
     assert np.median(moved) < 0.03
     assert moved.max() < 0.03 * max(1.0, factor)
-    # What is left of a surprise may look like a small drift: that widens a margin and moves nothing.
+    # What is left of a surprise may look like a small drift: that only widens a margin.
     assert model.num_drift_alarms <= alarms + 1
 
 
