@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from costmodel.features import StepFeatures
-from costmodel.hygiene import COLD_SHIFT_RUN, SHIFT_RUN, RejectReason, Screen, check_sample
+from costmodel.fields import SnapshotError
+from costmodel.hygiene import (
+    COLD_SHIFT_RUN,
+    MAX_UNKNOWN_RUN,
+    SHIFT_RUN,
+    RejectReason,
+    Screen,
+    Verdict,
+    check_sample,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = StepFeatures(num_decode_requests=1.0, decode_context_tokens=10.0)
@@ -139,3 +148,49 @@ def test_every_reason_is_given_by_somebody_and_documented() -> None:
     for reason in RejectReason:
         assert any(f"RejectReason.{reason.name}" in source for source in sources), reason
         assert f"`{reason}`" in documented, reason
+
+
+def test_surprises_of_an_unknown_kind_teach_from_the_second_that_agrees() -> None:
+    screen = Screen()
+    limit = 1.0 + screen.limit
+    assert not screen.is_among_unknown(3.0)
+    assert screen.judge_unknown(3.0) == Verdict(limit)
+    assert screen.is_among_unknown(3.0)
+    assert not screen.is_among_unknown(0.5)
+    # The other way is another matter, and begins anew.
+    assert screen.judge_unknown(0.5) == Verdict(1.0 / limit)
+    assert screen.judge_unknown(3.0) == Verdict(limit)
+    assert screen.judge_unknown(2.5) == Verdict(2.5)
+    # What is no surprise ends the run.
+    assert screen.judge(1.0) == Verdict(1.0)
+    assert not screen.is_among_unknown(3.0)
+
+
+@pytest.mark.parametrize("ratio", [9.0, 1.0 / 9.0])
+def test_far_off_an_unknown_kind_is_an_outlier_until_a_run_of_them(ratio: float) -> None:
+    screen = Screen()
+    verdicts = [screen.judge_unknown(ratio) for _ in range(SHIFT_RUN)]
+    assert verdicts == [Verdict(None)] * (SHIFT_RUN - 1) + [Verdict(ratio)]
+    assert all(verdict.shift is None for verdict in verdicts)
+
+
+def test_surprises_without_end_are_no_matter_of_kinds() -> None:
+    screen = Screen()
+    for _ in range(MAX_UNKNOWN_RUN):
+        screen.judge_unknown(2.0)
+    assert screen.is_among_unknown(2.0)
+    screen.judge_unknown(2.0)
+    assert not screen.is_among_unknown(2.0)
+    shifts = [screen.judge(2.0).shift for _ in range(SHIFT_RUN)]
+    assert any(shift is not None for shift in shifts)
+
+
+def test_a_run_of_unknown_kinds_goes_through_a_snapshot_and_may_be_missing() -> None:
+    screen = Screen()
+    screen.judge_unknown(0.5)
+    state = screen.state()
+    assert Screen.restore(state, "screen").is_among_unknown(0.6)
+    del state["num_unknown"]
+    assert not Screen.restore(state, "screen").is_among_unknown(0.6)
+    with pytest.raises(SnapshotError, match=r"screen\.num_unknown"):
+        Screen.restore({**state, "num_unknown": 99}, "screen")
