@@ -166,7 +166,7 @@ class Screen:
         num = abs(self._num_unknown)
         is_near = 1.0 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR
         if num > MAX_UNKNOWN_RUN:
-            # Nothing is learnt of it: this is no matter of kinds.
+            # This is no matter of kinds: the next one is judged like any other.
             self._num_unknown = 0
         if num >= (2 if is_near else SHIFT_RUN):
             return Verdict(ratio)

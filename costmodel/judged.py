@@ -143,21 +143,21 @@ class JudgedPlanes(ABC):
 
         plane = self._planes[index]
         believed_s, weight = predicted.mean_s, None
+        taught_ratio = verdict.taught_ratio
         if verdict.shift is not None:
             believed_s *= self._shift(index, verdict.shift)
             self._drifts[regime].reset()
             if not verdict.is_cold:
                 self._alarm(margin)
-        elif verdict.taught_ratio == ratio and novelty:
-            # It weighs by what it took: what was said of it means little.
-            believed_s, weight = latency_s, _TOLD / novelty
         elif novelty:
-            # Nothing is told yet, and nothing of drift.
-            pass
-        elif self._drifts[regime].record((ratio - 1.0) / self._screens[index].size):
+            # It says nothing of drift; and once it is taught in full it weighs by what it took, for
+            # what was said of it means little.
+            if taught_ratio == ratio:
+                believed_s, taught_ratio, weight = latency_s, 1.0, _TOLD / novelty
+        elif self._drifts[regime].record((ratio - 1.0) / screen.size):
             plane.forget_faster(_AGE_AFTER_ALARM)
             self._alarm(margin)
-        taught_s = believed_s * (1.0 if weight else verdict.taught_ratio)
+        taught_s = believed_s * taught_ratio
         self._remember(features, taught_s)
         self._learn(index, row, believed_s, taught_s, weight)
         if index != home and self._presence[home] < _AWAKE_SHARE:
@@ -251,8 +251,9 @@ class JudgedPlanes(ABC):
         like little.
         """
         plane, screen = self._planes[index], self._screens[index]
-        is_warm = any(each.num_accepted >= COLD_SAMPLES for each in self._screens)
-        if not (screen.is_surprise(ratio) and plane.is_trusted and is_warm):
+        if not (screen.is_surprise(ratio) and plane.is_trusted):
+            return 0.0
+        if all(each.num_accepted < COLD_SAMPLES for each in self._screens):
             return 0.0
         novelty = plane.novelty(row, predicted_s * max(1.0, ratio))
         return novelty if novelty > _NOVEL or screen.is_among_unknown(ratio) else 0.0

@@ -138,7 +138,7 @@ class NonNegativePlane:
         average over all that a settled plane remembers is NUM_BASIS / 450.
         """
         direction = row / latency_s
-        return float(direction @ np.linalg.solve(self._known(), direction))
+        return float(direction @ np.linalg.solve(self._known()[0], direction))
 
     @property
     def is_trusted(self) -> bool:
@@ -184,20 +184,20 @@ class NonNegativePlane:
         self._set(np.maximum(self.coefficients * factor, _LOWER))
         return factor
 
-    def _known(self) -> FloatArray:
-        """Return the information and a little more: the system is never singular."""
+    def _known(self) -> tuple[FloatArray, float]:
+        """Return the information with a little more on its diagonal, so that the system is never
+        singular, and how much more.
+        """
         gram = self._information.copy()
-        gram.flat[:: NUM_BASIS + 1] += self._pull()
-        return gram
-
-    def _pull(self) -> float:
-        return _PROXIMAL * float(self._information.trace())
+        pull = _PROXIMAL * float(gram.trace())
+        gram.flat[:: NUM_BASIS + 1] += pull
+        return gram, pull
 
     def _solve(self) -> None:
-        gram = self._known()
+        gram, pull = self._known()
         # A proximal term towards the last solution: harmless where data decides.
         last = self.coefficients - _LOWER
-        moment = self._moment + self._pull() * self.coefficients - gram[:, 0] * MIN_INTERCEPT_S
+        moment = self._moment + pull * self.coefficients - gram[:, 0] * MIN_INTERCEPT_S
         self._set(solve_nonnegative(gram, moment, last) + _LOWER)
 
     def state(self) -> dict[str, Any]:

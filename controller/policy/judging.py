@@ -179,20 +179,20 @@ def judge_queue(
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then. Nor before a backlog that whoever comes next would find undone.
-    aims_s = first_aims_s(queue, config)
-    is_little = float(work_s.sum()) <= config.patience_backlog * least(aims_s)
-    if not own_tokens and delays_s is None and is_little and intake.is_roomy(len(queue)):
-        aim_s = queue.arrived_at - now + aims_s
-        unhurried = unhurried_tokens(
-            curve,
-            queue.remaining,
-            np.where(is_late, math.inf, left_s),
-            aim_s,
-            config,
-            is_paced=pacing.is_paced,
-        )
-        if unhurried is not None:
-            done_s = unhurried_s(curve, unhurried, queue.remaining, done_s, aim_s)
+    if not own_tokens and delays_s is None and intake.is_roomy(len(queue)):
+        aims_s = first_aims_s(queue, config)
+        if float(work_s.sum()) <= config.patience_backlog * least(aims_s):
+            aim_s = queue.arrived_at - now + aims_s
+            unhurried = unhurried_tokens(
+                curve,
+                queue.remaining,
+                np.where(is_late, math.inf, left_s),
+                aim_s,
+                config,
+                is_paced=pacing.is_paced,
+            )
+            if unhurried is not None:
+                done_s = unhurried_s(curve, unhurried, queue.remaining, done_s, aim_s)
     ttft_s = now + done_s - queue.arrived_at
     if has_late:
         is_idle = not view.running and not view.preempted and len(queue) == 1
