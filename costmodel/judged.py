@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality, RegimeQuality
 from costmodel.basis import expand_scaled
@@ -61,7 +61,7 @@ class JudgedPlanes(ABC):
     Margins, windows and drift detectors are per regime.
     """
 
-    kind: str
+    kind: ClassVar[str]
     """The learner's name in a snapshot."""
 
     def __init__(self, planes: Sequence[NonNegativePlane], margin: float = PRIOR_MARGIN) -> None:
@@ -386,4 +386,8 @@ class JudgedPlanes(ABC):
             if reason not in RejectReason.__members__.values():
                 raise SnapshotError(f"{path}.num_rejected.{reason}", "is not a known reason")
             model._num_rejected[reason] = read_count(rejected, reason, f"{path}.num_rejected")
+        model._restore_own(state, path)
         return model
+
+    def _restore_own(self, state: Mapping[str, Any], path: str) -> None:  # noqa: B027 - may be none
+        """Take over what only this kind of learner stores."""

@@ -6,6 +6,8 @@ that a part owns.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from costmodel.features import FloatArray
 from costmodel.judged import JudgedPlanes
 
@@ -13,7 +15,7 @@ from costmodel.judged import JudgedPlanes
 class RecursiveLeastSquares(JudgedPlanes):
     """A `CostModel` that learns from every step. Single writer."""
 
-    kind = "recursive_least_squares"
+    kind: ClassVar[str] = "recursive_least_squares"
 
     def _learn(
         self,

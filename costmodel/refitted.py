@@ -7,6 +7,7 @@ what it found. Must not run the refit: that costs tens of milliseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class RefittedLeastSquares(RecursiveLeastSquares):
     kind has left behind. Single writer, both verbs and both halves of the handover.
     """
 
-    kind = "refitted_least_squares"
+    kind: ClassVar[str] = "refitted_least_squares"
 
     def __init__(self, planes: Sequence[NonNegativePlane], margin: float = PRIOR_MARGIN) -> None:
         """Start from `NUM_PLANES` planes in the order of `envelope` (see `prior`)."""

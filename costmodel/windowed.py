@@ -8,7 +8,7 @@ Owns when a refit is due. Must not read a clock: refits are counted in samples, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ _SEARCH_FROM: Final = 100
 class WindowedRegression(JudgedPlanes):
     """A `CostModel` that fits all that it remembers, now and then. Single writer."""
 
-    kind = "windowed_regression"
+    kind: ClassVar[str] = "windowed_regression"
 
     def __init__(self, planes: Sequence[NonNegativePlane], margin: float = PRIOR_MARGIN) -> None:
         """Start from `NUM_PLANES` planes in the order of `envelope` (see `prior`)."""
@@ -77,11 +77,7 @@ class WindowedRegression(JudgedPlanes):
         """Return the whole state as JSON numbers (see `snapshot`)."""
         return {**super().state(), "memory": self._memory.state(), "due_at": self._due_at}
 
-    @classmethod
-    def restore(cls, state: Mapping[str, Any], path: str = "state") -> Self:
-        """Rebuild from `state()`; SnapshotError names the field that is wrong."""
-        model = super().restore(state, path)
+    def _restore_own(self, state: Mapping[str, Any], path: str) -> None:
         memory = read_mapping(state, "memory", path)
-        model._memory = StratifiedWindow.restore(memory, f"{path}.memory")
-        model._due_at = read_count(state, "due_at", path)
-        return model
+        self._memory = StratifiedWindow.restore(memory, f"{path}.memory")
+        self._due_at = read_count(state, "due_at", path)

@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.errors import BlockAccountingError, OutOfBlocksError
+
 EvictionListener = Callable[[bytes, int], None]
-
-
-class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free: a planner's bug, since plans must fit the pool."""
-
-
-class BlockAccountingError(RuntimeError):
-    """The caller's books are wrong: a block was released, shared or named that it cannot hold."""
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

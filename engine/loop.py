@@ -16,6 +16,7 @@ from functools import partial
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import EngineConfig
+from engine.errors import PlanError
 from engine.isolation import Execution, execute
 from engine.memory import KvMemory
 from engine.ports import EngineView, ModelRunner, Planner, StepListener
@@ -32,13 +33,8 @@ from engine.step import (
 
 logger = logging.getLogger("paceline")
 
-
 # Every step makes one per stream: without the call into Python of a named tuple's constructor.
 _emitted: Callable[[tuple[object, ...]], EmittedToken] = partial(tuple.__new__, EmittedToken)
-
-
-class PlanError(RuntimeError):
-    """A planner's bug: the plan contradicts the state that it was made from."""
 
 
 class EngineLoop:

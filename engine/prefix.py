@@ -17,7 +17,8 @@ from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.blocks import BlockAccountingError, BlockPool
+from engine.blocks import BlockPool
+from engine.errors import BlockAccountingError
 from engine.request import Request
 
 # 128 bits: nobody finds two prefixes with one name, by accident or on purpose. Python's own hash

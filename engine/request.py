@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from engine.errors import IllegalMoveError
 from engine.step import Admission, PromptScores
 
 
@@ -40,10 +41,6 @@ LEGAL_MOVES: MappingProxyType[RequestPhase, frozenset[RequestPhase]] = MappingPr
         RequestPhase.FINISHED: frozenset(),
     }
 )
-
-
-class IllegalMoveError(RuntimeError):
-    """A bug: a request was moved between phases that the table does not connect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class PrefillLoad:
         for chunk, past, amount in zip(chunks, self.past, self.amounts, strict=False):
             past_tokens += chunk * int(past)
             squared += chunk * chunk
-            num_whole += chunk == amount
+            num_whole += int(chunk == amount)
         row = [num_tokens, *decodes, past_tokens, squared, len(chunks), num_whole]
         return np.array([row], dtype=np.float64)
 

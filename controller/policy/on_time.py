@@ -78,9 +78,9 @@ def drain_s(
     before_s, stretches = _stretches(queue, greatest(outlook.periods_s))
     free_s = 0.0
     for start, stop in stretches:
-        period_s = np.minimum(outlook.periods_s, before_s[start])
+        periods_s: FloatArray = np.minimum(outlook.periods_s, before_s[start])
         saved_s: FloatArray = np.multiply(num_ended, outlook.relief_s, dtype=np.float64)
-        rate = sustained_rate(curve, steered_s, period_s, saved_s, longest_s)
+        rate = sustained_rate(curve, steered_s, periods_s, saved_s, longest_s)
         budget = rate.tokens
         is_open = budget >= 1.0
         token_s = np.maximum(np.where(is_open, rate.token_s, 1.0 / quota_rate), 1e-12)

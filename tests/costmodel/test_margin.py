@@ -21,7 +21,7 @@ def _run(margin: ConformalMargin, scores: list[float]) -> list[bool]:
     covered = []
     for score in scores:
         is_covered = score <= margin.margin
-        margin.record(score, is_covered=is_covered)
+        margin.record(score, is_covered=bool(is_covered))
         covered.append(is_covered)
     return covered
 

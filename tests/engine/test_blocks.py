@@ -13,7 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.blocks import BlockAccountingError, BlockPool, OutOfBlocksError, num_blocks_for
+from engine.blocks import BlockPool, num_blocks_for
+from engine.errors import BlockAccountingError, OutOfBlocksError
 
 NUM_BLOCKS = 12
 

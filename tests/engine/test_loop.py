@@ -10,11 +10,11 @@ import pytest
 from engine.blocks import BlockPool
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.loop import EngineLoop, PlanError
+from engine.errors import IllegalMoveError, PlanError
+from engine.loop import EngineLoop
 from engine.ports import EngineView
 from engine.request import (
     FinishReason,
-    IllegalMoveError,
     Request,
     RequestPhase,
     SamplingParams,

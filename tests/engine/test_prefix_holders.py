@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockAccountingError
+from engine.errors import BlockAccountingError
 from tests.engine.prefix_rig import NUM_BLOCKS, Rig, matches
 
 TEN = list(range(10))
