@@ -1,8 +1,9 @@
-"""When prompts had better have steps of their own now and then instead of a share of every step.
+"""Machines on which any prompt token makes a step much longer, up to a bend for nothing more.
 
-Owns that comparison: on a machine where any prompt token makes a step much longer, streams that
-would be late in every mixed step keep their mean pace if quick steps of decodes alone come first.
-Must not know a request, a block or a clock.
+Owns what follows from that: where the bend is; when prompts had better have steps of their own now
+and then instead of a share of every step (streams that would be late in every mixed step keep their
+mean pace if quick steps of decodes alone come first); and in how few steps prompts are best
+computed. Must not know a request, a block or a clock.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from controller.policy.budget import LatencyCurve
+from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, latency_curve
 from controller.policy.facts import greatest, least
+from costmodel.base import CostModel
 from costmodel.features import FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
 
-# A long step is a long gap for every stream: alternating must at least double the rate.
-_LEAST_GAIN = 2.0
-# Of the budgets whose rate is so near to the best one's the smallest is taken: the shortest gap.
-_NEAR_BEST = 1.25
+# A machine jumps where the first prompt token of a step costs so many times the cheapest one,
+# and so much of a step of decodes alone: less is what a fit makes of noise.
+_LEAST_JUMP = 2.0
+_LEAST_JUMP_SHARE = 0.1
+# A step beyond the period is a gap beyond it: as many times as it is longer the rate must be
+# better, and by a tenth at least.
+_LEAST_GAIN = 1.1
+# A bend is where a token begins to cost so much more.
+_LEAST_BEND = 1.2
 # A stream is waited for as long as it takes to bank for so many steps of prompts.
 _MOST_SAVED = 4.0
 
@@ -87,7 +94,9 @@ def sustained_rate(
 
     A step of N prompt tokens that takes S(N) is either short enough, or it follows steps of decodes
     alone, D each, that are ahead of the period P by P - D: (S - P) / (P - D) of them. On a curve
-    that rises evenly from D both give the same rate, and only mixing keeps every gap short.
+    that rises evenly from D both give the same rate, and only mixing keeps every gap short. So the
+    longer step is taken only where the rate gains by more than the gap loses: the best is that of
+    the least time per token times max(1, S / P).
     """
     tokens = np.interp(period_s + saved_s, steered_s, curve.tokens)
     step_s = np.interp(tokens, curve.tokens, curve.mean_s) - saved_s
@@ -102,10 +111,12 @@ def sustained_rate(
         cycle_s = curve.mean_s[1:] - saved_s[:, None] + num_idle * idle_s[:, None]
         is_out = np.isnan(cycle_s) | (steered_s[1:] > longest_s)
         each_s = np.where(is_out, math.inf, cycle_s / curve.tokens[1:])
-        least_s = each_s.min(axis=1)
-        is_alternating = least_s * _LEAST_GAIN < token_s
-        best = (each_s <= _NEAR_BEST * least_s[:, None]).argmax(axis=1)
-        token_s = np.where(is_alternating, each_s[np.arange(best.size), best], token_s)
+        stretch = np.maximum(steered_s[1:] / np.maximum(saved_s + period_s, 1e-9)[:, None], 1.0)
+        best = (each_s * stretch).argmin(axis=1)
+        at_best = np.arange(best.size), best
+        is_better = each_s[at_best] * stretch[at_best] * _LEAST_GAIN < token_s
+        is_alternating = is_better & (over_s[at_best] > 0.0)
+        token_s = np.where(is_alternating, each_s[at_best], token_s)
         tokens = np.where(is_alternating, curve.tokens[1 + best], tokens)
     return Sustained(token_s, tokens, is_alternating)
 
@@ -117,4 +128,57 @@ def may_alternate(curve: LatencyCurve) -> bool:
     if curve.tokens.size < 2:
         return False
     extra_s = (curve.mean_s[1:] - curve.mean_s[0]) / curve.tokens[1:]
-    return bool(extra_s[0] > _LEAST_GAIN * extra_s.min())
+    is_large = curve.mean_s[1] - curve.mean_s[0] > _LEAST_JUMP_SHARE * curve.mean_s[0]
+    return bool(is_large and extra_s[0] > _LEAST_JUMP * extra_s.min())
+
+
+def bent_curve(
+    cost_model: CostModel, decodes: DecodeLoad, load: PrefillLoad, num_tokens: FloatArray
+) -> LatencyCurve:
+    """Return `latency_curve`, asked once more with the bends among the candidates on a machine that
+    jumps: up to a bend tokens cost next to nothing, and candidates lie far apart.
+    """
+    curve = latency_curve(cost_model, decodes, load, num_tokens)
+    if not may_alternate(curve):
+        return curve
+    bends = bends_of(curve)
+    if not bends.size:
+        return curve
+    tokens = np.sort(np.concatenate((num_tokens, bends)))
+    return latency_curve(cost_model, decodes, load, tokens)
+
+
+def bends_of(curve: LatencyCurve) -> FloatArray:
+    """Return where a convex curve bends between its candidates, whole tokens: where the straight
+    lines through the neighbours on both sides meet.
+    """
+    tokens, mean_s = curve.tokens, curve.mean_s
+    if tokens.size < 4:
+        return np.empty(0)
+    slope_s = np.diff(mean_s) / np.diff(tokens)
+    before_s, after_s = slope_s[:-2], slope_s[2:]
+    left, right = slice(1, -2), slice(2, -1)
+    is_bend = after_s > _LEAST_BEND * before_s
+    rise_s = mean_s[right] - mean_s[left] - after_s * (tokens[right] - tokens[left])
+    meeting = np.floor(tokens[left] + rise_s / np.where(is_bend, before_s - after_s, -1.0))
+    is_between = is_bend & (meeting > tokens[left]) & (meeting < tokens[right])
+    found: FloatArray = meeting[is_between]
+    return found
+
+
+def fewest_steps_tokens(curve: LatencyCurve, total: int, most: float) -> int:
+    """Return the prompt tokens, at most `most`, of a step that computes `total` of them (and later
+    steps the rest) so that streams wait least in all for it.
+
+    A step of N tokens makes them wait S(N) - D longer than decodes alone. Per token that is least
+    at one N; as many equal steps are taken as fit that best, one more or one less.
+    """
+    extra_s = curve.mean_s - curve.mean_s[0]
+    best = curve.tokens[1 + int((extra_s[1:] / curve.tokens[1:]).argmin())]
+    num_steps = max(1.0, math.floor(total / best))
+    steps = np.array([num_steps, num_steps + 1.0])
+    tokens = np.ceil(total / steps)
+    waits_s = steps * np.interp(tokens, curve.tokens, extra_s)
+    waits_s[tokens > most] = math.inf
+    found = waits_s.argmin()
+    return int(tokens[found] if waits_s[found] < math.inf else min(best, most))

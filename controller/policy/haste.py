@@ -10,12 +10,14 @@ import math
 
 import numpy as np
 
+from controller.policy.alternating import fewest_steps_tokens, may_alternate
 from controller.policy.budget import (
     LatencyCurve,
     choose_tokens,
     demanded_tokens,
     knee_tokens,
 )
+from controller.policy.pacing import Pacing
 from controller.policy.settings import PolicyConfig
 from costmodel.features import FloatArray
 
@@ -28,23 +30,27 @@ def unhurried_tokens(
     work: FloatArray,
     left_s: FloatArray,
     aim_s: FloatArray,
+    pacing: Pacing,
     config: PolicyConfig,
-    *,
-    is_paced: bool,
 ) -> int | None:
     """Return the budget of a step in no hurry; None if somebody gains from every token.
 
     `work` (n,) are the tokens left of everybody in serving order, `left_s` (n,) the seconds to
     their first-token deadlines, +inf without one, `aim_s` (n,) those to the instants at which their
-    first tokens are aimed. `is_paced` says that some running stream has a token promise.
+    first tokens are aimed.
 
     Beside paced streams prompts that all have deadlines are in no hurry: they shall be done when
     they are aimed at, in steps that reach `stream_knee_share` of the best rate. So a light load
     makes short steps, and what a burst needs is demanded at once. What a floor gives away is taken.
+    On a machine that jumps, short steps spare the streams nothing: there they are few.
     """
-    if not is_paced or not left_s.size or not (left_s < math.inf).all():
+    if not pacing.is_paced or not left_s.size or not (left_s < math.inf).all():
         return None
     early = demanded_tokens(curve, work, aim_s)
+    if may_alternate(curve):
+        steered_s = curve.steered_s(pacing.upper_share)
+        most = max(1.0, math.floor(np.interp(pacing.limit_s, steered_s, curve.tokens)))
+        return max(early, fewest_steps_tokens(curve, int(work.sum()), most))
     return nearly_free_tokens(curve, max(early, knee_tokens(curve, config.stream_knee_share)))
 
 

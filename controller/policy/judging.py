@@ -17,14 +17,13 @@ from controller.policy.admission import (
     verdict_on_pace,
     verdicts_on_kept,
 )
-from controller.policy.alternating import may_alternate, sustained_rate
+from controller.policy.alternating import bent_curve, may_alternate, sustained_rate
 from controller.policy.budget import (
     DecodeLoad,
     LatencyCurve,
     PrefillLoad,
     candidate_tokens,
     demanded_tokens,
-    latency_curve,
     made_safe,
 )
 from controller.policy.capacity import Intake
@@ -142,7 +141,7 @@ def judge_queue(
     if not pacing.holds_periods:
         queue.period_s[:] = math.inf
     head = PrefillLoad(queue.remaining, queue.past).head(room)
-    curve = latency_curve(cost_model, decodes, head, candidate_tokens(room))
+    curve = bent_curve(cost_model, decodes, head, candidate_tokens(room))
     # Where the decodes leave no room at all, prompts still get one block per turn.
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
     new = [i for i, request in enumerate(wanting) if request.admission is None]
@@ -188,8 +187,8 @@ def judge_queue(
                 queue.remaining,
                 np.where(is_late, math.inf, left_s),
                 aim_s,
+                pacing,
                 config,
-                is_paced=pacing.is_paced,
             )
             if unhurried is not None:
                 done_s = unhurried_s(curve, unhurried, queue.remaining, done_s, aim_s)

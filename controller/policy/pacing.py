@@ -29,6 +29,9 @@ from costmodel.features import NUM_FEATURES, FloatArray
 
 # Share of a decode-only step below which a target is given up; above it a prediction may be wrong.
 _HOPELESS = 0.8
+# A stream may be behind its paced mean, in steps that prompts have for themselves, by what the pace
+# keeps back of so many tokens: an answer of as many keeps its target all the same.
+_MOST_BEHIND = 16.0
 
 
 class Pacing(NamedTuple):
@@ -130,7 +133,11 @@ def pace_decodes(
             if not is_even.all():
                 kept_back_s = (1.0 - pace) * (_last_due_at(decodes)[places] - last_at)
                 due_at += np.where(is_even, 0.0, np.maximum(kept_back_s, 0.0))
-            banks = Banks(due_at - now, paced_s)
+            # Its own reserve brings a stream back that is behind by no more than what so many of
+            # its tokens keep back.
+            num_tokens = np.maximum(num_expected[:num][places], num_output)
+            reserve_s = (1.0 - pace) * np.minimum(num_tokens, _MOST_BEHIND) * target_s
+            banks = Banks(due_at - now + np.where(is_even, reserve_s, 0.0), paced_s)
             if config.bank > 0.0:
                 saved_s = np.where(is_even, np.maximum(due_at - next_at, 0.0), 0.0)
                 next_at += config.bank * saved_s

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from controller.policy.admission import screen
+from controller.policy.alternating import may_alternate
 from controller.policy.budget import (
     DecodeLoad,
     balance_tokens,
@@ -270,7 +271,9 @@ class SloPlanner:
         )
         # Only the whole backlog can be looked ahead of: who is left out will want the next step.
         is_all = seated.load.num_tokens == backlog
-        shared = max(lower, balance_tokens(wanted, head)) if is_all else wanted
+        shared = wanted
+        if is_all and not may_alternate(curve):
+            shared = max(lower, balance_tokens(wanted, head))
         num_tokens = settle_tokens(
             min(wanted, shared), lower, upper, head, view.block_size, config.split_threshold
         )

@@ -8,8 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from controller.policy.alternating import may_alternate, sustained_rate
-from controller.policy.budget import LatencyCurve, candidate_tokens
+from controller.policy.alternating import (
+    bends_of,
+    bent_curve,
+    fewest_steps_tokens,
+    may_alternate,
+    sustained_rate,
+)
+from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, candidate_tokens
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
 from controller.policy.settings import PolicyConfig
@@ -47,6 +53,11 @@ def test_a_free_floor_is_no_reason_to_alternate() -> None:
     assert not may_alternate(curve(0.0, floor_tokens=512.0))
 
 
+def test_a_jump_of_the_size_of_noise_is_none() -> None:
+    assert not may_alternate(curve(0.002, token_s=1e-4))
+    assert may_alternate(curve(0.004, token_s=1e-4))
+
+
 def test_a_jump_beyond_the_period_is_paid_by_quick_steps_before_it() -> None:
     jump = curve(0.04, floor_tokens=512.0)
     assert may_alternate(jump)
@@ -60,13 +71,38 @@ def test_a_jump_beyond_the_period_is_paid_by_quick_steps_before_it() -> None:
     assert rate(jump, 0.03) == (math.inf, 0.0, False)
 
 
-def test_where_mixing_is_half_as_good_every_gap_stays_short() -> None:
+def test_where_the_rate_gains_less_than_the_gap_loses_every_gap_stays_short() -> None:
     jump = curve(0.01, floor_tokens=64.0)
     assert may_alternate(jump)
     token_s, tokens, is_alternating = rate(jump, 0.06)
     assert not is_alternating
     assert tokens == pytest.approx(264.0, rel=0.05)
     assert token_s == pytest.approx(0.06 / tokens)
+
+
+def uneven(*points: tuple[float, float]) -> LatencyCurve:
+    tokens, mean_s = (np.array(each) for each in zip(*points, strict=True))
+    return LatencyCurve(tokens, mean_s, mean_s)
+
+
+def test_a_step_that_is_hardly_longer_need_not_gain_much() -> None:
+    # 494 tokens fit the period of 95 ms, and 870 hardly do not.
+    slow = uneven((0, 0.07), (1, 0.0949), (494, 0.095), (870, 0.097), (4096, 0.35))
+    token_s, tokens, is_alternating = rate(slow, 0.095)
+    assert is_alternating
+    assert tokens == 870.0
+    # 2 ms too long, paid by a twelfth of a step of 70 ms.
+    assert token_s == pytest.approx((0.097 + 0.07 * 0.002 / 0.025) / 870.0)
+
+
+def test_a_step_twice_as_long_must_double_the_rate() -> None:
+    # 100 tokens fit the period of 50 ms: 0.5 ms each. 100 ms and 2.5 of 30 are 175 for 400: 0.44.
+    little = uneven((0, 0.03), (1, 0.05), (100, 0.05), (400, 0.1), (401, 9.0))
+    assert rate(little, 0.05)[1:] == (100.0, False)
+    # 1,000 tokens in the same time: 0.175, and times 2 still less.
+    much = uneven((0, 0.03), (1, 0.05), (100, 0.05), (1000, 0.1), (1001, 9.0))
+    assert rate(much, 0.05)[0] == pytest.approx(1.75e-4)
+    assert rate(much, 0.05)[1:] == (1000.0, True)
 
 
 def test_streams_that_end_leave_their_share() -> None:
@@ -81,8 +117,45 @@ def test_an_empty_curve_alternates_nothing() -> None:
     assert rate(nothing, 0.05) == (math.inf, 0.0, False)
 
 
-def prompt_tokens(view: EngineView, config: PolicyConfig | None = None) -> tuple[int, str]:
-    planner = SloPlanner(config or PolicyConfig(), JumpingModel(), OutputLengths())
+def test_candidates_have_the_bend_among_them() -> None:
+    load = PrefillLoad(np.array([8192.0]), np.zeros(1))
+    bent = bent_curve(JumpingModel(), DecodeLoad(4, 400), load, TOKENS)
+    assert 512.0 in TOKENS
+    assert bent.tokens.tolist() == TOKENS.tolist()
+    others = np.array([0.0, 1.0, 100.0, 300.0, 700.0, 1500.0])
+    bent = bent_curve(JumpingModel(), DecodeLoad(4, 400), load, others)
+    assert bent.tokens.tolist() == [0.0, 1.0, 100.0, 300.0, 512.0, 700.0, 1500.0]
+    assert bent.mean_s[4] == pytest.approx(0.07)
+
+
+def test_a_line_has_no_bend_and_few_candidates_show_none() -> None:
+    assert bends_of(curve(0.0)).size == 0
+    assert bends_of(uneven((0, 0.03), (1, 0.07), (2, 0.08))).size == 0
+    # Between two neighbours there is no room for one.
+    assert bends_of(uneven((0, 0.03), (1, 0.07), (2, 0.07), (3, 0.08), (4, 0.09))).size == 0
+
+
+def test_streams_wait_least_where_prompts_take_as_few_steps_as_are_worth_it() -> None:
+    # 40 ms, and beyond 512 tokens 100 us each: best at 512.
+    jump = curve(0.04, floor_tokens=512.0)
+    assert fewest_steps_tokens(jump, 300, 8192.0) == 300
+    # 700 at once cost 18.8 ms more than 512; another step costs 40.
+    assert fewest_steps_tokens(jump, 700, 8192.0) == 700
+    assert fewest_steps_tokens(jump, 1000, 8192.0) == 500
+    assert fewest_steps_tokens(jump, 1300, 8192.0) == 650
+    # Only what fits beside the streams.
+    assert fewest_steps_tokens(jump, 700, 600.0) == 350
+    assert fewest_steps_tokens(jump, 1300, 600.0) == 434
+    assert fewest_steps_tokens(jump, 1300, 400.0) == 400
+
+
+def prompt_tokens(
+    view: EngineView, config: PolicyConfig | None = None, answers: int | None = None
+) -> tuple[int, str]:
+    lengths = OutputLengths()
+    if answers is not None:
+        lengths.observe("chat", answers)
+    planner = SloPlanner(config or PolicyConfig(), JumpingModel(), lengths)
     step = CheckedPlanner(planner).plan(view)
     assert step.decision is not None
     return step.num_prefill_tokens, step.decision.binding_constraint
@@ -97,14 +170,24 @@ def stream(num_output: int, took_s: float, *, tpot_s: float = 0.05) -> EngineVie
 
 
 def test_a_step_for_prompts_waits_until_every_stream_has_banked_enough() -> None:
-    # Two tokens in 30 ms: 17.5 of the 22.5 ms are in hand that 70 ms need beyond 47.5.
-    assert prompt_tokens(stream(2, 0.03)) == (0, "decode_slack")
-    # Three in 60 ms: 35 ms are in hand.
-    num, why = prompt_tokens(stream(3, 0.06))
-    assert 362 <= num <= 512
+    # 70 ms are 22.5 more than the pace of 47.5: of what the pace keeps back of 16 tokens (2.5 ms
+    # each) 17.5 may be gone. Two tokens in 66 ms are 18.5 behind.
+    assert prompt_tokens(stream(2, 0.066)) == (0, "decode_slack")
+    num, why = prompt_tokens(stream(2, 0.064))
+    assert num == 512
     assert why == "decode_slack"
     # One that was a little slow so far has to catch up first, however many tokens it has.
-    assert prompt_tokens(stream(100, 100 * 0.0475 - 0.04))[0] == 0
+    assert prompt_tokens(stream(100, 100 * 0.0475 - 0.029))[0] == 0
+    assert prompt_tokens(stream(100, 100 * 0.0475 - 0.031))[0] == 512
+
+
+def test_short_answers_have_little_to_be_behind_by() -> None:
+    # What four tokens keep back, 10 ms, does not make up for 22.5.
+    assert prompt_tokens(stream(1, 0.0), answers=4) == (0, "decode_slack")
+    assert prompt_tokens(stream(1, 0.0), answers=10)[0] == 512
+    # One that is longer than was expected has as many more.
+    assert prompt_tokens(stream(10, 9 * 0.0475), answers=4)[0] == 512
+    assert prompt_tokens(stream(8, 7 * 0.0475), answers=4)[0] == 0
 
 
 def test_nobody_waits_for_a_stream_that_is_behind_for_good() -> None:
@@ -112,8 +195,9 @@ def test_nobody_waits_for_a_stream_that_is_behind_for_good() -> None:
     num, _ = prompt_tokens(stream(200, 199 * 0.1))
     assert num >= 362
     # Beside another one that is not, that one is banked for.
-    fresh = decode("fresh", slo=Slo(tpot_s=0.05), last_at=10.0)
-    both = [*stream(200, 199 * 0.1).running, fresh]
+    slow = decode("slow", slo=Slo(tpot_s=0.05), num_output=2, last_at=10.0)
+    slow.first_token_at = 10.0 - 0.066
+    both = [*stream(200, 199 * 0.1).running, slow]
     assert prompt_tokens(replace(stream(1, 0.0), running=both))[0] == 0
 
 

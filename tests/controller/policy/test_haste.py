@@ -15,6 +15,7 @@ from controller.policy.haste import (
     unhurried_tokens,
     wanted_tokens,
 )
+from controller.policy.pacing import Pacing
 from controller.policy.settings import PolicyConfig
 from tests.controller.policy.doubles import LinearCostModel
 
@@ -29,6 +30,16 @@ def line() -> LatencyCurve:
     return predicted(model, DecodeLoad(4, 100), load, candidate_tokens(8192))
 
 
+def unpaced() -> Pacing:
+    """No stream has a token promise."""
+    return Pacing(1.0, 1.0, 1.0, 1.0, 0.01, 0.01, 0.01, None, None, True)
+
+
+def paced(limit_s: float = 0.1) -> Pacing:
+    """A stream is due in `limit_s`."""
+    return unpaced()._replace(limit_s=limit_s, upper_limit_s=limit_s, tightest_id="d")
+
+
 def wanted(
     work: list[float],
     aim_s: list[float],
@@ -40,7 +51,7 @@ def wanted(
     """Deadlines are a second after what first tokens are aimed at."""
     curve, left_s = line(), np.array(aim_s) + 1.0
     unhurried = unhurried_tokens(
-        curve, np.array(work), left_s, np.array(aim_s), CONFIG, is_paced=is_paced
+        curve, np.array(work), left_s, np.array(aim_s), paced() if is_paced else unpaced(), CONFIG
     )
     return wanted_tokens(
         unhurried, curve, np.array(work), left_s, lower, upper, CONFIG, is_paced=is_paced
@@ -102,3 +113,24 @@ def test_what_is_told_is_when_short_steps_get_there_if_that_is_before_the_aim() 
     # 64 tokens in 16.4 ms: 2, 7 and 16 steps.
     told_s = unhurried_s(line(), 64, work, could_s, np.array([1.0, 0.08, 1.0]))
     assert told_s.tolist() == pytest.approx([0.0328, 0.08, 0.9])
+
+
+def test_on_a_machine_that_jumps_steps_are_few() -> None:
+    tokens = candidate_tokens(8192)
+    mean_s = 0.03 + 0.04 * (tokens > 0.0) + 1e-4 * np.maximum(tokens - 512.0, 0.0)
+    jump = LatencyCurve(tokens, mean_s, mean_s)
+
+    def unhurried(work: float, aim_s: float, limit_s: float) -> int | None:
+        times_s = np.array([aim_s])
+        return unhurried_tokens(jump, np.array([work]), times_s, times_s, paced(limit_s), CONFIG)
+
+    # Two steps, of the same size, although the aim allows many small ones.
+    assert unhurried(1000.0, 30.0, 0.2) == 500
+    # As many as fit beside the streams: 80 ms hold 612 tokens.
+    assert unhurried(700.0, 30.0, 0.2) == 700
+    assert unhurried(700.0, 30.0, 0.0801) == 350
+    # Nothing does: what the aim demands is left, three tokens a step.
+    assert unhurried(1000.0, 30.0, 0.07 - 1e-9) == 3
+    # What the aim demands comes first.
+    assert unhurried(8000.0, 1.6, 2.0) is not None
+    assert (unhurried(8000.0, 1.6, 2.0) or 0) > 512
