@@ -96,6 +96,12 @@ def test_a_module_opens_with_what_it_owns(path: Path) -> None:
     assert ast.get_docstring(parse(path))
 
 
+def test_no_compiled_module_lies_beside_its_source() -> None:
+    # It would be imported instead, and tests would measure what the source was once.
+    folders = ("controller", "costmodel", "engine", "store")
+    assert not [relative(path) for each in folders for path in (ROOT / each).rglob("*.so")]
+
+
 def test_the_alembic_folder_is_no_package() -> None:
     # With `alembic/__init__.py` (or one in `versions/`), `import alembic`, `python -m alembic` and
     # `python -m pytest` from the repo root pick up this folder instead of the library. The

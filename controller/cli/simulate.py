@@ -185,6 +185,7 @@ def simulate(
         str, _option(_RUN, "How many seeds, or which: 5, or 0,7,9. (default: 1)")
     ] = "1",
     workers: Annotated[int, _option(_RUN, "Processes (default: 2).", min=1, max=64)] = 2,
+    parts: Annotated[int, _option(_RUN, "Parts of a run (default: 1).", min=1, max=64)] = 1,
     out: Annotated[
         Path | None,
         _option(
@@ -234,7 +235,7 @@ def simulate(
         )
         policies = policy or (["slo"] if best_static else ["slo", "edf-512"])
         _check_names(policies, best_static or [], config, level)
-        scene = Scene(source, machine, config)
+        scene = Scene(source, machine, config, parts)
         base = source.workload()
         if stored is not None:
             # What it is, not the file that it was put into.
@@ -279,7 +280,7 @@ def _sweep(
         def run(names: typing.Sequence[str]) -> list[SweepRow]:
             tasks = [SweepTask(n, load, seed) for load in loads for n in names for seed in seeds]
             if len(tasks) == 1:
-                return [_single(scene, tasks[0], results, progress)]
+                return [_single(scene, tasks[0], workers, results, progress)]
             return run_sweep_tasks(
                 scene,
                 tasks,
@@ -305,14 +306,18 @@ def _sweep(
 
 
 def _single(
-    scene: Scene, task: SweepTask, results: ResultsFile | None, progress: StartupProgress
+    scene: Scene,
+    task: SweepTask,
+    workers: int,
+    results: ResultsFile | None,
+    progress: StartupProgress,
 ) -> SweepRow:
     """Run one task here, where its progress can be told request by request."""
     key = scene.key(task)
     row = None if results is None else results.get(key)
     if row is None:
         label = f"simulating {task.policy}"
-        row = scene.run(task, lambda done, total: progress(done, total, label))
+        row = scene.run_with(workers, task, lambda done, total: progress(done, total, label))
         if results is not None:
             results.add(key, row)
     return row
@@ -347,6 +352,7 @@ def _about(
         "client_max_tokens": config.max_tokens,
         "loads": loads,
         "seeds": seeds,
+        "num_parts": scene.num_parts,
         "best_static": [
             {
                 "family": search.family,

@@ -21,15 +21,16 @@ from costmodel.features import FloatArray
 
 BoolArray = npt.NDArray[np.bool_]
 
-# A machine jumps where the first prompt token of a step costs so many times the cheapest one,
-# and so much of a step of decodes alone: less is what a fit makes of noise.
+# The first prompt token of a step costs so many times the cheapest one where mixing may be worse;
+# a jump it is from this share of a step of decodes alone on: less a fit may make of noise.
 _LEAST_JUMP = 2.0
 _LEAST_JUMP_SHARE = 0.1
 # A step beyond the period is a gap beyond it: as many times as it is longer the rate must be
 # better, and by a tenth at least.
 _LEAST_GAIN = 1.1
-# A bend is where a token begins to cost so much more.
+# A bend is where a token begins to cost so much more, and the tokens of a cell so much of a step.
 _LEAST_BEND = 1.2
+_LEAST_RISE = 0.01
 # A stream is waited for as long as it takes to bank for so many steps of prompts.
 _MOST_SAVED = 4.0
 
@@ -104,18 +105,21 @@ def sustained_rate(
     np.divide(step_s, tokens, out=token_s, where=tokens >= 1.0)
     is_alternating: BoolArray = np.zeros(tokens.size, dtype=np.bool_)
     if may_alternate(curve):
+        # A jump that may be noise takes nothing from a mix that works.
+        is_open = jumps(curve) | (tokens < 1.0)
         idle_s = curve.mean_s[0] - saved_s
         spare_s = period_s - idle_s
         over_s = np.maximum(steered_s[1:] - (saved_s + period_s)[:, None], 0.0)
         num_idle = over_s / np.where(spare_s > 0.0, spare_s, math.nan)[:, None]
         cycle_s = curve.mean_s[1:] - saved_s[:, None] + num_idle * idle_s[:, None]
-        is_out = np.isnan(cycle_s) | (steered_s[1:] > longest_s)
+        is_out = np.isnan(cycle_s) | (curve.upper_s[1:] > longest_s)
         each_s = np.where(is_out, math.inf, cycle_s / curve.tokens[1:])
-        stretch = np.maximum(steered_s[1:] / np.maximum(saved_s + period_s, 1e-9)[:, None], 1.0)
+        gap_s = steered_s[1:] - saved_s[:, None]
+        stretch = np.maximum(gap_s / np.maximum(period_s, 1e-9)[:, None], 1.0)
         best = (each_s * stretch).argmin(axis=1)
         at_best = np.arange(best.size), best
         is_better = each_s[at_best] * stretch[at_best] * _LEAST_GAIN < token_s
-        is_alternating = is_better & (over_s[at_best] > 0.0)
+        is_alternating = is_open & is_better & (over_s[at_best] > 0.0)
         token_s = np.where(is_alternating, each_s[at_best], token_s)
         tokens = np.where(is_alternating, curve.tokens[1 + best], tokens)
     return Sustained(token_s, tokens, is_alternating)
@@ -128,8 +132,14 @@ def may_alternate(curve: LatencyCurve) -> bool:
     if curve.tokens.size < 2:
         return False
     extra_s = (curve.mean_s[1:] - curve.mean_s[0]) / curve.tokens[1:]
-    is_large = curve.mean_s[1] - curve.mean_s[0] > _LEAST_JUMP_SHARE * curve.mean_s[0]
-    return bool(is_large and extra_s[0] > _LEAST_JUMP * extra_s.min())
+    return bool(extra_s[0] > _LEAST_JUMP * extra_s.min())
+
+
+def jumps(curve: LatencyCurve) -> bool:
+    """Whether that is so for more than what a fit makes of noise."""
+    if not may_alternate(curve):
+        return False
+    return bool(curve.mean_s[1] - curve.mean_s[0] > _LEAST_JUMP_SHARE * curve.mean_s[0])
 
 
 def bent_curve(
@@ -139,7 +149,7 @@ def bent_curve(
     jumps: up to a bend tokens cost next to nothing, and candidates lie far apart.
     """
     curve = latency_curve(cost_model, decodes, load, num_tokens)
-    if not may_alternate(curve):
+    if not jumps(curve):
         return curve
     bends = bends_of(curve)
     if not bends.size:
@@ -158,7 +168,8 @@ def bends_of(curve: LatencyCurve) -> FloatArray:
     slope_s = np.diff(mean_s) / np.diff(tokens)
     before_s, after_s = slope_s[:-2], slope_s[2:]
     left, right = slice(1, -2), slice(2, -1)
-    is_bend = after_s > _LEAST_BEND * before_s
+    more_s = (after_s - before_s) * (tokens[right] - tokens[left])
+    is_bend = (after_s > _LEAST_BEND * before_s) & (more_s > _LEAST_RISE * mean_s[0])
     rise_s = mean_s[right] - mean_s[left] - after_s * (tokens[right] - tokens[left])
     meeting = np.floor(tokens[left] + rise_s / np.where(is_bend, before_s - after_s, -1.0))
     is_between = is_bend & (meeting > tokens[left]) & (meeting < tokens[right])

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from controller.policy.alternating import fewest_steps_tokens, may_alternate
+from controller.policy.alternating import fewest_steps_tokens, jumps
 from controller.policy.budget import (
     LatencyCurve,
     choose_tokens,
@@ -47,7 +47,7 @@ def unhurried_tokens(
     if not pacing.is_paced or not left_s.size or not (left_s < math.inf).all():
         return None
     early = demanded_tokens(curve, work, aim_s)
-    if may_alternate(curve):
+    if jumps(curve):
         steered_s = curve.steered_s(pacing.upper_share)
         most = max(1.0, math.floor(np.interp(pacing.limit_s, steered_s, curve.tokens)))
         return max(early, fewest_steps_tokens(curve, int(work.sum()), most))

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
+# Share of the answers of a class that are shorter than a short one.
+_SHORT = 0.1
+
 
 class OutputLengths:
     """A quantile of recent output lengths per class, in tokens.
@@ -38,6 +41,7 @@ class OutputLengths:
         # The planner asks at every step, an answer ends rarely: the sort belongs to `observe`.
         self._expected: dict[str, int] = {}
         self._typical: dict[str, int] = {}
+        self._short: dict[str, int] = {}
         self._ranked: dict[str, FloatArray] = {}
 
     def observe(self, class_name: str, num_tokens: int) -> None:
@@ -50,6 +54,7 @@ class OutputLengths:
         recent.append(num_tokens)
         ranked = sorted(recent)
         self._expected[class_name] = ranked[math.ceil(self._quantile * len(ranked)) - 1]
+        self._short[class_name] = ranked[int(_SHORT * len(ranked))]
         self._typical[class_name] = ranked[(len(ranked) - 1) // 2]
         self._ranked[class_name] = np.array(ranked, dtype=np.float64)
 
@@ -64,6 +69,12 @@ class OutputLengths:
         none is known.
         """
         return self._typical.get(class_name, (self._default + 1) // 2)
+
+    def short(self, class_name: str) -> int:
+        """Return the tenth percentile of recent output lengths of the class in tokens, 1 where none
+        is known.
+        """
+        return self._short.get(class_name, 1)
 
     def remaining(self, class_name: str, num_output: FloatArray, share: FloatArray) -> FloatArray:
         """Return how many tokens more answers of the class had after `num_output` (n,) of them, as

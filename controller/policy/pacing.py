@@ -30,7 +30,7 @@ from costmodel.features import NUM_FEATURES, FloatArray
 # Share of a decode-only step below which a target is given up; above it a prediction may be wrong.
 _HOPELESS = 0.8
 # A stream may be behind its paced mean, in steps that prompts have for themselves, by what the pace
-# keeps back of so many tokens: an answer of as many keeps its target all the same.
+# keeps back of so many gaps: an answer that has as many keeps its target all the same.
 _MOST_BEHIND = 16.0
 
 
@@ -77,9 +77,12 @@ def pace_decodes(
     num_expected: FloatArray,
     config: PolicyConfig,
     cost_model: CostModel,
+    *,
+    num_least: FloatArray | None = None,
 ) -> Pacing:
     """Return when the decodes of a step (the first of the table) are due; `num_expected` (n,) are
-    the output tokens that are expected of them.
+    the output tokens that are expected of them, `num_least` (n,) those that hardly any will end
+    before (None: nothing is known of that).
 
     A stream whose TPOT target is well below the mean of a step without any prefill (`_HOPELESS`)
     is hopeless: holding the prompts back would not save it, so only the gap limit speaks for it.
@@ -134,9 +137,12 @@ def pace_decodes(
                 kept_back_s = (1.0 - pace) * (_last_due_at(decodes)[places] - last_at)
                 due_at += np.where(is_even, 0.0, np.maximum(kept_back_s, 0.0))
             # Its own reserve brings a stream back that is behind by no more than what so many of
-            # its tokens keep back.
-            num_tokens = np.maximum(num_expected[:num][places], num_output)
-            reserve_s = (1.0 - pace) * np.minimum(num_tokens, _MOST_BEHIND) * target_s
+            # its gaps keep back: one less than there will be tokens, but one for each there is.
+            num_gaps = num_output
+            if num_least is not None:
+                num_tokens = np.minimum(num_least[:num][places], decodes.facts[MAX_TOKENS, places])
+                num_gaps = np.maximum(num_tokens - 1.0, num_output)
+            reserve_s = (1.0 - pace) * np.minimum(num_gaps, _MOST_BEHIND) * target_s
             banks = Banks(due_at - now + np.where(is_even, reserve_s, 0.0), paced_s)
             if config.bank > 0.0:
                 saved_s = np.where(is_even, np.maximum(due_at - next_at, 0.0), 0.0)

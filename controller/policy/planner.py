@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from controller.policy.admission import screen
-from controller.policy.alternating import may_alternate
+from controller.policy.alternating import jumps
 from controller.policy.budget import (
     DecodeLoad,
     balance_tokens,
@@ -155,7 +155,10 @@ class SloPlanner:
     def _pace(self, now: float, running: RunningTable) -> Pacing:
         """Return until when the step may last."""
         num_expected = self._names.each(self._lengths.expected, running.facts)
-        return pace_decodes(now, running, num_expected, self._config, self._cost_model)
+        num_least = self._names.each(self._lengths.short, running.facts)
+        return pace_decodes(
+            now, running, num_expected, self._config, self._cost_model, num_least=num_least
+        )
 
     def _within(self, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> int:
         """N⁺ over the head of the queue."""
@@ -272,7 +275,7 @@ class SloPlanner:
         # Only the whole backlog can be looked ahead of: who is left out will want the next step.
         is_all = seated.load.num_tokens == backlog
         shared = wanted
-        if is_all and not may_alternate(curve):
+        if is_all and not jumps(curve):
             shared = max(lower, balance_tokens(wanted, head))
         num_tokens = settle_tokens(
             min(wanted, shared), lower, upper, head, view.block_size, config.split_threshold

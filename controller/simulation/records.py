@@ -6,11 +6,12 @@ change a request.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -98,6 +99,22 @@ class StepSummary:
     num_refits: int = 0
 
 
+class Stretch(NamedTuple):
+    """Arrivals of a workload that are counted, from number `first` up to but without `last`, in a
+    simulation that begins with arrival `begin`; steps count that start at `from_s` or later and
+    before `until_s`.
+
+    What comes before `first` brings the machine into its state, what comes after `last` keeps it
+    busy until everybody who counts has ended.
+    """
+
+    begin: int
+    first: int
+    last: int
+    from_s: float = -math.inf
+    until_s: float = math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """One workload under one policy on one machine.
@@ -120,7 +137,8 @@ class SimulationResult:
 class Recorder:
     """Gathers records and the hash; the last listener of a step, after promises were told."""
 
-    def __init__(self, output_lengths: dict[str, int]) -> None:
+    def __init__(self, output_lengths: dict[str, int], stretch: Stretch) -> None:
+        self._stretch = stretch
         # Of unfinished requests: what has been recorded is dropped from it.
         self._wanted = output_lengths
         self._hash = blake2b(digest_size=16)
@@ -138,7 +156,7 @@ class Recorder:
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Take one step's report."""
-        plan = report.plan
+        plan, stretch = report.plan, self._stretch
         events, decode = [], WorkKind.DECODE
         num_all = num_decodes = 0
         for request_id, kind, num_tokens, _ in plan.work:
@@ -150,10 +168,14 @@ class Recorder:
         for request_id in report.finished:
             request = requests[request_id]
             events.append(f"{request_id}.{request.finish_reason}")
-            self.requests.append(self._record(request))
+            record = self._record(request)
+            if stretch.first <= record.index < stretch.last:
+                self.requests.append(record)
         update = self._hash.update
         update(_STEP.pack(report.step_no, report.started_at, report.duration_s))
         update(",".join(events).encode())
+        if not stretch.from_s <= report.started_at < stretch.until_s:
+            return
         self.num_steps += report.is_executed
         self.busy_s += report.duration_s
         self.num_decode_tokens += num_decodes
@@ -166,6 +188,11 @@ class Recorder:
         if plan.decision is not None and plan.work:
             binding = plan.decision.binding_constraint
             self.bindings[binding] = self.bindings.get(binding, 0) + 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everybody who counts has ended."""
+        return len(self.requests) == self._stretch.last - self._stretch.first
 
     @property
     def event_hash(self) -> str:

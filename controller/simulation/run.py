@@ -21,7 +21,7 @@ from controller.runtime.warmup import run_sweep, sweep_shapes
 from controller.simulation.hardware import Device, HardwareProfile
 from controller.simulation.oracle import OracleModel
 from controller.simulation.population import Population, PopulationRunner
-from controller.simulation.records import Recorder, SimulationResult
+from controller.simulation.records import Recorder, SimulationResult, Stretch
 from controller.workload.arrivals import Workload
 from costmodel.base import CostModel
 from costmodel.features import StepFeatures
@@ -153,6 +153,25 @@ def simulate(
     unknown class of the workload. SimulationError if a policy finds nothing to do for requests that
     wait.
     """
+    whole = Stretch(0, 0, workload.num_requests)
+    return simulate_stretch(
+        workload, whole, policy, hardware, config, progress, policy_name=policy_name
+    )[0]
+
+
+def simulate_stretch(
+    workload: Workload,
+    stretch: Stretch,
+    policy: str | PlannerFactory,
+    hardware: HardwareProfile,
+    config: SimulationConfig | None = None,
+    progress: Progress | None = None,
+    *,
+    policy_name: str | None = None,
+) -> tuple[SimulationResult, array[float]]:
+    """Do as `simulate` does with a stretch of the workload; also return the real seconds of every
+    call of the planner.
+    """
     config = SimulationConfig() if config is None else config
     name = policy_name or (policy if isinstance(policy, str) else "custom")
     engine = engine_for(hardware) if config.engine is None else config.engine
@@ -176,7 +195,7 @@ def simulate(
         wall,
     )
     population = Population(config.classes_by_name, config.default_class, config.max_tokens)
-    recorder = Recorder(population.output_lengths)
+    recorder = Recorder(population.output_lengths, stretch)
     taught: Learner = _Deaf() if config.learner == "prior" else model
     teachers: list[StepListener] = [Teacher(taught, lengths)]
     refitter = _refitter(model)
@@ -195,9 +214,9 @@ def simulate(
         clock,
         (PromiseKeeper(), *teachers, recorder),
     )
-    _drive(loop, clock, workload, population, recorder, progress)
+    _drive(loop, clock, workload, stretch, population, recorder, progress)
     quality = model.quality()
-    return SimulationResult(
+    result = SimulationResult(
         workload=workload.name,
         policy=name,
         hardware=hardware.name,
@@ -211,6 +230,7 @@ def simulate(
         event_hash=recorder.event_hash,
         wall_s=wall.now() - wall_started_at,
     )
+    return result, planner.seconds
 
 
 def check_classes(workload: Workload, config: SimulationConfig) -> None:
@@ -228,14 +248,16 @@ def _drive(
     loop: EngineLoop,
     clock: VirtualClock,
     workload: Workload,
+    stretch: Stretch,
     population: Population,
     recorder: Recorder,
     progress: Progress | None,
 ) -> None:
-    """Hand in arrivals when they are due and step until all have ended."""
+    """Hand in arrivals when they are due and step until all that count have ended."""
     arrivals = workload.arrivals
-    total, index, num_idle, num_passes = len(arrivals), 0, 0, 0
-    while True:
+    total, index, num_idle, num_passes = len(arrivals), stretch.begin, 0, 0
+    num_counted = stretch.last - stretch.first
+    while not recorder.is_done:
         # Arrivals of a step that is under way are taken at the next one, as from a client.
         while index < total and arrivals[index].at_s <= clock.now():
             loop.submit(population.request(arrivals[index], index))
@@ -247,11 +269,9 @@ def _drive(
             if clock.now() > before:
                 num_idle = 0
                 if progress is not None and num_passes % _PROGRESS_STEPS == 0:
-                    progress(len(recorder.requests), total)
+                    progress(len(recorder.requests), num_counted)
                 continue
         elif not loop.has_work:
-            if index >= total:
-                break
             clock.advance(arrivals[index].at_s - clock.now())
             continue
         else:
@@ -264,7 +284,7 @@ def _drive(
                 f"the policy finds no work for {loop.num_unfinished} requests that wait"
             )
     if progress is not None:
-        progress(total, total)
+        progress(num_counted, num_counted)
 
 
 def _cost_model(

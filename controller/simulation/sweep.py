@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from controller.simulation.hardware import HardwareProfile
 from controller.simulation.measures import measure
-from controller.simulation.run import Progress, SimulationConfig, simulate
+from controller.simulation.parts import simulate_in_parts
+from controller.simulation.run import Progress, SimulationConfig
 from controller.simulation.source import WorkloadSource
 from controller.workload.arrivals import Workload
 
@@ -60,11 +61,14 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What all tasks of a sweep share; can be sent to another process."""
+    """What all tasks of a sweep share; can be sent to another process. Each simulation is cut into
+    `num_parts` (`parts.py`).
+    """
 
     source: WorkloadSource
     hardware: HardwareProfile
     config: SimulationConfig
+    num_parts: int = 1
 
     def workload(self, load: float, seed: int) -> Workload:
         """Return the workload of a task."""
@@ -72,12 +76,18 @@ class Scene:
 
     def run(self, task: SweepTask, progress: Progress | None = None) -> SweepRow:
         """Simulate one task. Raises what `WorkloadSource.workload` and `simulate` raise."""
-        result = simulate(
+        return self.run_with(1, task, progress)
+
+    def run_with(self, workers: int, task: SweepTask, progress: Progress | None = None) -> SweepRow:
+        """Do as `run` does, the parts of the simulation in so many processes."""
+        result = simulate_in_parts(
             self.workload(task.load, task.seed),
             task.policy,
             self.hardware,
             replace(self.config, seed=task.seed),
+            self.num_parts,
             progress,
+            workers=workers,
         )
         measures = measure(result, self.hardware).to_json()
         return SweepRow(task, result.offered_rate, measures, result.event_hash, result.wall_s)
@@ -91,6 +101,7 @@ class Scene:
             self.hardware.to_json(),
             asdict(replace(self.config, seed=task.seed)),
             asdict(task),
+            *([self.num_parts] if self.num_parts > 1 else []),
         ]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

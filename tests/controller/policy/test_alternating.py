@@ -12,6 +12,7 @@ from controller.policy.alternating import (
     bends_of,
     bent_curve,
     fewest_steps_tokens,
+    jumps,
     may_alternate,
     sustained_rate,
 )
@@ -19,11 +20,12 @@ from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, cand
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Slo
+from controller.policy.slo import Promise, Slo
+from engine.config import EngineConfig
 from engine.ports import EngineView
 from engine.request import Request
 from tests.controller.policy.checking import CheckedPlanner
-from tests.controller.policy.doubles import JumpingModel, decode, view_of, waiting
+from tests.controller.policy.doubles import JumpingModel, Simulation, decode, view_of, waiting
 
 TOKENS = candidate_tokens(8192)
 
@@ -54,8 +56,24 @@ def test_a_free_floor_is_no_reason_to_alternate() -> None:
 
 
 def test_a_jump_of_the_size_of_noise_is_none() -> None:
-    assert not may_alternate(curve(0.002, token_s=1e-4))
-    assert may_alternate(curve(0.004, token_s=1e-4))
+    assert not jumps(curve(0.002))
+    assert jumps(curve(0.004))
+    assert not jumps(curve(0.0))
+    # 10 % more for one token: what mixes keeps mixing, however much better a step of 512 would be.
+    little = uneven((0, 0.1), (1, 0.1099), (512, 0.11), (1024, 0.2))
+    assert may_alternate(little)
+    assert not rate(little, 0.1099)[2]
+    assert rate(uneven((0, 0.1), (1, 0.1101), (512, 0.111), (1024, 0.2)), 0.11011)[2]
+
+
+def test_where_no_mixed_step_fits_the_smallest_jump_is_alternated_over() -> None:
+    # Otherwise no prompt would be computed beside such streams.
+    token_s, tokens, is_alternating = rate(
+        uneven((0, 0.1), (1, 0.109), (512, 0.109), (1024, 0.2)), 0.1055
+    )
+    assert is_alternating
+    assert tokens == 512.0
+    assert token_s == pytest.approx((0.109 + 0.1 * 0.0035 / 0.0055) / 512.0)
 
 
 def test_a_jump_beyond_the_period_is_paid_by_quick_steps_before_it() -> None:
@@ -111,6 +129,14 @@ def test_streams_that_end_leave_their_share() -> None:
     assert not rate(jump, 0.05, 0.02)[2]
 
 
+def test_streams_that_have_ended_shorten_the_gap_too() -> None:
+    points = ((0, 0.07), (1, 0.1), (100, 0.1), (500, 0.15))
+    before = rate(uneven(*points), 0.05, 0.05)
+    after = rate(uneven(*((num, each_s - 0.05) for num, each_s in points)), 0.05)
+    assert before == pytest.approx(after)
+    assert not before[2]
+
+
 def test_an_empty_curve_alternates_nothing() -> None:
     nothing = LatencyCurve(np.zeros(1), np.full(1, 0.03), np.full(1, 0.03))
     assert not may_alternate(nothing)
@@ -133,6 +159,9 @@ def test_a_line_has_no_bend_and_few_candidates_show_none() -> None:
     assert bends_of(uneven((0, 0.03), (1, 0.07), (2, 0.08))).size == 0
     # Between two neighbours there is no room for one.
     assert bends_of(uneven((0, 0.03), (1, 0.07), (2, 0.07), (3, 0.08), (4, 0.09))).size == 0
+    # Squares of few tokens bend by nothing that matters.
+    squares = LatencyCurve(TOKENS, *[0.03 + 0.04 * (TOKENS > 0.0) + 1e-10 * TOKENS**2] * 2)
+    assert bends_of(squares).size <= 2
 
 
 def test_streams_wait_least_where_prompts_take_as_few_steps_as_are_worth_it() -> None:
@@ -161,19 +190,22 @@ def prompt_tokens(
     return step.num_prefill_tokens, step.decision.binding_constraint
 
 
-def stream(num_output: int, took_s: float, *, tpot_s: float = 0.05) -> EngineView:
+def stream(
+    num_output: int, took_s: float, *, tpot_s: float = 0.05, max_tokens: int = 64
+) -> EngineView:
     """One stream at second 10, its last token now, the first `took_s` ago; a prompt waits."""
-    one = decode("d", slo=Slo(tpot_s=tpot_s), num_output=num_output, last_at=10.0)
+    slo = Slo(tpot_s=tpot_s)
+    one = decode("d", slo=slo, num_output=num_output, last_at=10.0, max_tokens=max_tokens)
     one.first_token_at = 10.0 - took_s
     new = waiting("w", 2000, at=9.9, slo=Slo(ttft_s=5.0))
     return view_of(now=10.0, running=[one], waiting=[new], num_blocks=1000)
 
 
 def test_a_step_for_prompts_waits_until_every_stream_has_banked_enough() -> None:
-    # 70 ms are 22.5 more than the pace of 47.5: of what the pace keeps back of 16 tokens (2.5 ms
+    # 70 ms are 22.5 more than the pace of 47.5: of what the pace keeps back of 16 gaps (2.5 ms
     # each) 17.5 may be gone. Two tokens in 66 ms are 18.5 behind.
-    assert prompt_tokens(stream(2, 0.066)) == (0, "decode_slack")
-    num, why = prompt_tokens(stream(2, 0.064))
+    assert prompt_tokens(stream(2, 0.066), answers=40) == (0, "decode_slack")
+    num, why = prompt_tokens(stream(2, 0.064), answers=40)
     assert num == 512
     assert why == "decode_slack"
     # One that was a little slow so far has to catch up first, however many tokens it has.
@@ -182,12 +214,36 @@ def test_a_step_for_prompts_waits_until_every_stream_has_banked_enough() -> None
 
 
 def test_short_answers_have_little_to_be_behind_by() -> None:
-    # What four tokens keep back, 10 ms, does not make up for 22.5.
+    # What the gaps of four tokens keep back, 7.5 ms, does not make up for 22.5: that takes nine.
     assert prompt_tokens(stream(1, 0.0), answers=4) == (0, "decode_slack")
-    assert prompt_tokens(stream(1, 0.0), answers=10)[0] == 512
+    assert prompt_tokens(stream(1, 0.0), answers=9) == (0, "decode_slack")
+    assert prompt_tokens(stream(1, 0.0), answers=11)[0] == 512
+    # Nor if its client allows it no more, or nobody knows.
+    assert prompt_tokens(stream(1, 0.0, max_tokens=4), answers=40)[0] == 0
+    assert prompt_tokens(stream(1, 0.0))[0] == 0
     # One that is longer than was expected has as many more.
     assert prompt_tokens(stream(10, 9 * 0.0475), answers=4)[0] == 512
     assert prompt_tokens(stream(8, 7 * 0.0475), answers=4)[0] == 0
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 4, 6, 8, 12, 16, 40])
+@pytest.mark.parametrize("history", [(), (40,) * 20, (2,) * 2 + (40,) * 8])
+def test_answers_of_any_length_keep_their_pace(num_tokens: int, history: tuple[int, ...]) -> None:
+    """Steps of 70 ms beside promises of 50 ms a token, whatever answers were like before."""
+    lengths = OutputLengths()
+    for each in history:
+        lengths.observe("chat", each)
+    model = JumpingModel()
+    planner = SloPlanner(PolicyConfig(exploration=0.0), model, lengths)
+    crowd = [
+        waiting(f"r{i}", 600, at=0.05 * i, slo=Slo(60.0, 0.05), max_tokens=num_tokens)
+        for i in range(6)
+    ]
+    Simulation(planner, model, EngineConfig(num_blocks=2000)).run(crowd)
+    for request in crowd:
+        promise = request.promise
+        assert isinstance(promise, Promise)
+        assert promise.judge().is_tpot_met
 
 
 def test_nobody_waits_for_a_stream_that_is_behind_for_good() -> None:

@@ -72,6 +72,16 @@ def test_expected_outputs_are_a_quantile_of_the_recent_ones() -> None:
     assert lengths.expected("code") == 99
 
 
+def test_a_short_answer_is_the_tenth_percentile_of_the_recent_ones() -> None:
+    lengths = OutputLengths(window=20)
+    assert lengths.short("chat") == 1
+    for num_tokens in (500, *range(40, 20, -1)):
+        lengths.observe("chat", num_tokens)
+    # Of 21 to 40 two are shorter.
+    assert lengths.short("chat") == 23
+    assert lengths.short("code") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("quantile", 0.0), ("quantile", 1.1), ("window", 0), ("default", 0)]
 )
