@@ -141,7 +141,9 @@ def test_simulations_still_travel_between_processes(installed: Path) -> None:
         sys.executable, "-c", code, "simulate", "--generate", "poisson:rate=5,duration=4",
         "--policy", "slo", "--policy", "fcfs-256", "--workers", "2", "--out", "out",
     ]  # fmt: skip
+    parts = [*command[:6], "--policy", "slo", "--parts", "2", "--workers", "2"]
     _run(command, installed.parent, {"PYTHONPATH": str(installed)})
+    _run(parts, installed.parent, {"PYTHONPATH": str(installed)})
     lines = (installed.parent / "out" / "results.jsonl").read_text().splitlines()
     assert len(lines) == 2
 
