@@ -24,8 +24,8 @@ from controller.simulation.run import Progress, SimulationConfig, simulate, simu
 from controller.workload.arrivals import Workload
 from costmodel.features import FloatArray
 
-# Seconds of arrivals that bring a part's machine into the state in which its own ones find it: the
-# longest waits and answers of a loaded machine are shorter.
+# Seconds of arrivals that bring a part's machine into the state in which its own ones find it: more
+# than most waits and answers take, even of classes that may wait for a minute.
 RUN_IN_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.2
 
@@ -62,7 +62,8 @@ def simulate_in_parts(
     before it, and put them together; one part is `simulate`.
 
     The result depends on `num_parts`, for machine and cost model begin anew with each, not on
-    `workers`, the processes (started afresh) that do it. Raises what `simulate` raises.
+    `workers`, the processes (started afresh) that do it. Its real time is the sum of the parts'.
+    Raises what `simulate` raises.
     """
     cut = stretches(workload, num_parts)
     if len(cut) == 1:
