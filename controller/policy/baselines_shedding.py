@@ -42,10 +42,10 @@ class SheddingPlanner(SloPlanner):
             replace(config, token_budget=token_budget), cost_model, output_lengths, model_version
         )
 
-    def _pace(self, now: float, running: RunningTable) -> Pacing:
+    def _pace(self, view: EngineView, running: RunningTable) -> Pacing:
         return (
             super()
-            ._pace(now, running)
+            ._pace(view, running)
             ._replace(
                 limit_s=WORST_S,
                 upper_limit_s=WORST_S,

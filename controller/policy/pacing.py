@@ -82,7 +82,7 @@ def pace_decodes(
 ) -> Pacing:
     """Return when the decodes of a step (the first of the table) are due; `num_expected` (n,) are
     the output tokens that are expected of them, `num_least` (n,) those that hardly any will end
-    before (None: nothing is known of that).
+    before: without them `banks` counts no reserve.
 
     A stream whose TPOT target is well below the mean of a step without any prefill (`_HOPELESS`)
     is hopeless: holding the prompts back would not save it, so only the gap limit speaks for it.
@@ -136,14 +136,15 @@ def pace_decodes(
             if not is_even.all():
                 kept_back_s = (1.0 - pace) * (_last_due_at(decodes)[places] - last_at)
                 due_at += np.where(is_even, 0.0, np.maximum(kept_back_s, 0.0))
-            # Its own reserve brings a stream back that is behind by no more than what so many of
-            # its gaps keep back: one less than there will be tokens, but one for each there is.
-            num_gaps = num_output
+            in_hand_s = due_at - now
             if num_least is not None:
+                # Its own reserve brings a stream back that is behind by no more than what so many
+                # of its gaps keep back: one less than there will be tokens, but one for each that
+                # there is.
                 num_tokens = np.minimum(num_least[:num][places], decodes.facts[MAX_TOKENS, places])
-                num_gaps = np.maximum(num_tokens - 1.0, num_output)
-            reserve_s = (1.0 - pace) * np.minimum(num_gaps, _MOST_BEHIND) * target_s
-            banks = Banks(due_at - now + np.where(is_even, reserve_s, 0.0), paced_s)
+                num_gaps = np.minimum(np.maximum(num_tokens - 1.0, num_output), _MOST_BEHIND)
+                in_hand_s += np.where(is_even, (1.0 - pace) * num_gaps * target_s, 0.0)
+            banks = Banks(in_hand_s, paced_s)
             if config.bank > 0.0:
                 saved_s = np.where(is_even, np.maximum(due_at - next_at, 0.0), 0.0)
                 next_at += config.bank * saved_s

@@ -97,7 +97,7 @@ class SloPlanner:
             prefills = [request for request in prefills if request.request_id not in gone]
         everybody = [*decodes, *prefills] if prefills else decodes
         running = RunningTable(everybody, len(decodes), self._running_facts.read(everybody))
-        pacing = self._pace(view.now, running)
+        pacing = self._pace(view, running)
         decode = WorkKind.DECODE
         work = [
             _work((request.request_id, decode, 1, request.num_computed_tokens))
@@ -152,12 +152,15 @@ class SloPlanner:
             decision=self._decision(running, seated, pacing, budget),
         )
 
-    def _pace(self, now: float, running: RunningTable) -> Pacing:
+    def _pace(self, view: EngineView, running: RunningTable) -> Pacing:
         """Return until when the step may last."""
         num_expected = self._names.each(self._lengths.expected, running.facts)
-        num_least = self._names.each(self._lengths.short, running.facts)
+        num_least = None
+        if view.waiting or view.preempted or len(running) > running.num_decodes:
+            # What streams have in hand is asked for prompts' sake only.
+            num_least = self._names.each(self._lengths.short, running.facts)
         return pace_decodes(
-            now, running, num_expected, self._config, self._cost_model, num_least=num_least
+            view.now, running, num_expected, self._config, self._cost_model, num_least=num_least
         )
 
     def _within(self, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> int:
