@@ -124,7 +124,9 @@ def planner_of(policy: str, parts: PlannerParts) -> Planner:
         return StaticPlanner(int(name.removeprefix(_MERGED)), is_edf=True, is_merged=True)
     if number and name == "smallest-feasible":
         return SmallestFeasiblePlanner(parts.cost_model, min_tokens=int(number))
-    return make_planner(policy, parts.cost_model, parts.output_lengths, parts.config)
+    return make_planner(
+        policy, parts.cost_model, parts.output_lengths, parts.config, demand=parts.demand
+    )
 
 
 class PlanWatch:

@@ -199,7 +199,11 @@ class _WatchedPlanners:
     def make(self, parts: PlannerParts) -> Planner:
         """Return the planner, watched."""
         self._planner = make_planner(
-            self._policy, parts.cost_model, parts.output_lengths, parts.config
+            self._policy,
+            parts.cost_model,
+            parts.output_lengths,
+            parts.config,
+            demand=parts.demand,
         )
         return self
 

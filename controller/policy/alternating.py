@@ -24,7 +24,7 @@ BoolArray = npt.NDArray[np.bool_]
 # The first prompt token of a step costs so many times the cheapest one where mixing may be worse;
 # a jump it is from this share of a step of decodes alone on: less a fit may make of noise.
 _LEAST_JUMP = 2.0
-_LEAST_JUMP_SHARE = 0.1
+LEAST_JUMP_SHARE = 0.1
 # A step beyond the period is a gap beyond it: as many times as it is longer the rate must be
 # better, and by a tenth at least.
 _LEAST_GAIN = 1.1
@@ -33,6 +33,7 @@ _LEAST_BEND = 1.2
 _LEAST_RISE = 0.01
 # A stream is waited for as long as it takes to bank for so many steps of prompts.
 _MOST_SAVED = 4.0
+NOTHING_SAVED = np.zeros(1)
 
 
 class Banks(NamedTuple):
@@ -125,6 +126,24 @@ def sustained_rate(
     return Sustained(token_s, tokens, is_alternating)
 
 
+def steady_rate(
+    curve: LatencyCurve,
+    steered_s: FloatArray,
+    period_s: float,
+    longest_s: float,
+    *,
+    is_uneven: bool,
+) -> tuple[float, float]:
+    """Return `sustained_rate` for one period: seconds per token and tokens per step (`is_uneven`
+    tells whether the curve may alternate).
+    """
+    if is_uneven:
+        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED, longest_s)
+        return float(rate.token_s[0]), float(rate.tokens[0])
+    budget = float(np.interp(period_s, steered_s, curve.tokens))
+    return float(np.interp(budget, curve.tokens, curve.mean_s)) / max(budget, 1.0), budget
+
+
 def may_alternate(curve: LatencyCurve) -> bool:
     """Whether the first prompt tokens of a step cost much more than those of a large one: where
     they do not, mixing is never the worse. By the mean: a wide margin is no cost of a machine.
@@ -139,7 +158,7 @@ def jumps(curve: LatencyCurve) -> bool:
     """Whether that is so for more than what a fit makes of noise."""
     mean_s = curve.mean_s
     # Two numbers tell most machines apart.
-    if mean_s.size < 2 or mean_s[1] - mean_s[0] <= _LEAST_JUMP_SHARE * mean_s[0]:
+    if mean_s.size < 2 or mean_s[1] - mean_s[0] <= LEAST_JUMP_SHARE * mean_s[0]:
         return False
     return may_alternate(curve)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from controller.policy.budget import WORST_S, DecodeLoad
+from controller.policy.demand import Demand
 from controller.policy.facts import RunningTable
 from controller.policy.judging import Judged
 from controller.policy.lengths import OutputLengths
@@ -37,9 +38,14 @@ class SheddingPlanner(SloPlanner):
         cost_model: CostModel,
         output_lengths: OutputLengths,
         model_version: Callable[[], int] | None = None,
+        demand: Demand | None = None,
     ) -> None:
         super().__init__(
-            replace(config, token_budget=token_budget), cost_model, output_lengths, model_version
+            replace(config, token_budget=token_budget),
+            cost_model,
+            output_lengths,
+            model_version,
+            demand=demand,
         )
 
     def _pace(self, view: EngineView, running: RunningTable) -> Pacing:

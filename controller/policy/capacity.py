@@ -8,26 +8,31 @@ latency or know a deadline beyond the sort key that it is handed.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from controller.policy.facts import (
+    CLASS,
+    E2E_S,
     MAX_TOKENS,
     NUM_PROMPT,
     TPOT_S,
+    WEIGHT,
     ClassNames,
     IntArray,
     RunningTable,
     class_name,
+    live_promise,
 )
 from controller.policy.foresight import Newcomer, foresee_starts
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.on_time import Outlook
-from controller.policy.ordering import PrefillQueue
+from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.pacing import Pacing
-from controller.policy.streams import StreamRoom, paced_target_s
+from controller.policy.streams import Joiner, StreamRoom, paced_target_s
 from costmodel.features import FloatArray
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
@@ -198,20 +203,25 @@ class Intake:
         needed = blocks.copy()
         for k in queue.past[newcomers].nonzero()[0].tolist():
             needed[k] -= self._ledger.shared(queue.at(int(newcomers[k])))
-        headroom, room = float(self._count_headroom()), self._room
-        targets_s = self._pace * facts[TPOT_S]
+        headroom = float(self._count_headroom())
+        joiners = self._joiners(queue, newcomers)
+        room = self._room
         if (
             newcomers.size <= self._seats
             and needed.sum() <= headroom
-            and (room is None or room.can_all_join(targets_s))
+            and (room is None or room.can_all_join(joiners))
         ):
             return None
-        near = slice(0, _FORESEEN)
+        # Who is kept out for others' sake keeps nobody from being foreseen.
+        order = np.arange(newcomers.size)
+        if room is not None and room.rents is not None:
+            order = np.array([room.yields(each) for each in joiners]).argsort(kind="stable")
+        near, beyond = order[:_FORESEEN], order[_FORESEEN:]
         columns = (
             needed[near].tolist(),
             blocks[near].tolist(),
-            self._steps_left(facts[:, near], num_output[near], _MIDDLE[: len(blocks)]).tolist(),
-            targets_s[near].tolist(),
+            self._steps_left(facts[:, near], num_output[near], _MIDDLE[: near.size]).tolist(),
+            [joiners[k] for k in near.tolist()],
             queue.is_started[newcomers[near]].tolist(),
         )
         starts = foresee_starts(
@@ -220,16 +230,41 @@ class Intake:
             self._seats,
             headroom,
             None if room is None else room.copy(),
+            self._view.block_size,
         )
         delays_s = np.zeros(len(queue))
         delays_s[newcomers[near]] = starts
-        num_beyond = newcomers.size - len(starts)
-        if num_beyond:
+        if beyond.size:
             half = len(starts) // 2
             pace = (max(starts) - max(starts[: half + 1])) / (len(starts) - 1 - half)
-            beyond = max(starts) + pace * np.arange(1, num_beyond + 1)
-            delays_s[newcomers[_FORESEEN:]] = beyond
+            delays_s[newcomers[beyond]] = max(starts) + pace * np.arange(1, beyond.size + 1)
         return delays_s[places] * step_s
+
+    def _joiners(self, queue: PrefillQueue, places: IntArray) -> list[Joiner]:
+        """The streams that the requests at those places will be."""
+        facts = queue.facts_at(places)
+        num_tokens = queue.past[places] + queue.remaining[places]
+        rents = np.zeros(places.size)
+        if self._room is not None and self._room.rents is not None:
+            num_output = np.minimum(
+                self._names.each(self._lengths.typical, facts), facts[MAX_TOKENS]
+            )
+            rents = self._room.rents.of(facts[NUM_PROMPT], num_output, facts[WEIGHT])
+            # A stream has its place already, and an end-to-end target says nothing of a pace.
+            rents[queue.is_started[places] | (facts[E2E_S] < math.inf)] = 0.0
+        columns = (self._pace * facts[TPOT_S], num_tokens, rents, facts[CLASS].astype(np.intp))
+        return list(map(Joiner, *(column.tolist() for column in columns)))
+
+    def yielding(self, queue: PrefillQueue) -> BoolArray:
+        """Whether each of the queue is kept out for the sake of those who are expected, shape
+        (n,).
+        """
+        found: BoolArray = np.zeros(len(queue), dtype=np.bool_)
+        room = self._room
+        if room is not None and room.rents is not None:
+            waiting = (~queue.is_started).nonzero()[0]
+            found[waiting] = [room.yields(each) for each in self._joiners(queue, waiting)]
+        return found
 
     def feed_tokens(self, queue: PrefillQueue) -> float:
         """Prompt tokens per step that keep the engine as full as it is: as many prompts start as
@@ -290,6 +325,20 @@ class Intake:
         periods_s[0] = pacing.period_s
         return Outlook(steps[order] * step_s, periods_s, relief_s)
 
+    def _joiner(self, request: RequestView) -> Joiner:
+        """The stream that the request will be."""
+        target_s, num_tokens = paced_target_s(request, self._pace), float(request.num_known_tokens)
+        name = class_name(request)
+        rents = None if self._room is None else self._room.rents
+        promise = live_promise(request)
+        is_by_end = promise is not None and promise.slo.e2e_s is not None
+        rent = 0.0
+        if rents is not None and request.phase is RequestPhase.WAITING and not is_by_end:
+            num_output = min(self._lengths.typical(name), request.max_tokens)
+            rent = (rents.stream_s + rents.token_s * request.num_prompt_tokens) * num_output
+            rent = math.inf if promise is None else rent / promise.weight
+        return Joiner(target_s, num_tokens, rent, self._names.index(name))
+
     def set_aside(self, request: RequestView) -> None:
         """Keep a seat and the expected blocks of a due request from everybody else."""
         self._seats -= 1
@@ -319,7 +368,7 @@ class Intake:
         """
         if self._seats < 1:
             return False
-        is_joining = self._room is None or self._room.join(paced_target_s(request, self._pace))
+        is_joining = self._room is None or self._room.join(self._joiner(request))
         if not (is_joining or has_turn or request.phase is RequestPhase.PREEMPTED):
             self.is_outpaced = True
             return False

@@ -10,12 +10,12 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from controller.policy.streams import StreamRoom
+from controller.policy.streams import Joiner, StreamRoom
 
 
 class Newcomer(NamedTuple):
     """Somebody who wants to start: free blocks that it takes, blocks that it gives back at its end,
-    steps until then, its paced promise in seconds (+inf without).
+    steps until then, and the stream that it will be.
 
     `holds_back` says that nobody behind it starts before it.
     """
@@ -23,7 +23,7 @@ class Newcomer(NamedTuple):
     needed: float
     blocks: float
     num_steps: float
-    target_s: float
+    stream: Joiner
     holds_back: bool
 
 
@@ -33,12 +33,13 @@ def foresee_starts(
     seats: int,
     headroom: float,
     room: StreamRoom | None,
+    block_size: int,
 ) -> list[float]:
     """Return after how many steps each of the newcomers, in serving order, starts.
 
-    `ends` is a heap of (steps left, blocks) of those who run; it is used up. Whoever does not fit
-    lets smaller ones by, as a step's plan does. What nobody's end makes possible starts with the
-    last.
+    `ends` is a heap of (steps left, blocks of `block_size` tokens) of those who run; it is used up.
+    Whoever does not fit lets smaller ones by, as a step's plan does. What nobody's end makes
+    possible starts with the last.
     """
     starts = [0.0] * len(newcomers)
     pending = list(range(len(newcomers)))
@@ -51,7 +52,7 @@ def foresee_starts(
             if seats < 1 or least > headroom or (blocked and newcomers[blocked[-1]].holds_back):
                 blocked.extend(pending[position:])
                 break
-            if who.needed > headroom or not (room is None or room.join(who.target_s)):
+            if who.needed > headroom or not (room is None or room.join(who.stream)):
                 blocked.append(k)
                 continue
             starts[k] = now
@@ -66,7 +67,7 @@ def foresee_starts(
         seats += 1
         headroom += freed
         if room is not None:
-            room.leave()
+            room.leave(freed * block_size)
     for k in pending:
         starts[k] = now
     return starts

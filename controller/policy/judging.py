@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.admission import (
-    is_rejected,
-    verdict_on_late,
-    verdict_on_pace,
-    verdicts_on_kept,
+from controller.policy.admission import is_rejected, verdicts_on_kept
+from controller.policy.alternating import (
+    NOTHING_SAVED,
+    bent_curve,
+    may_alternate,
+    sustained_rate,
 )
-from controller.policy.alternating import bent_curve, may_alternate, sustained_rate
+from controller.policy.attention import OwnPast
 from controller.policy.budget import (
     DecodeLoad,
     LatencyCurve,
@@ -27,32 +28,16 @@ from controller.policy.budget import (
     made_safe,
 )
 from controller.policy.capacity import Intake
-from controller.policy.facts import (
-    E2E_S,
-    IS_QUEUED,
-    NUM_PROMPT,
-    PRIORITY,
-    PROMISED_AT,
-    TTFT_S,
-    IntArray,
-    greatest,
-    least,
-    live_promise,
-)
+from controller.policy.demand import Expected
+from controller.policy.facts import IS_QUEUED, PRIORITY, IntArray, greatest, least
 from controller.policy.haste import unhurried_s, unhurried_tokens
-from controller.policy.on_time import (
-    NOTHING_SAVED,
-    Outlook,
-    drain_s,
-    late_set,
-    late_starters,
-    predict_alone,
-    predict_decode_alone,
-)
+from controller.policy.interference import overtaken_s
+from controller.policy.on_time import Outlook, drain_s, late_set, late_starters
 from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
 from controller.policy.pacing import Pacing
 from controller.policy.precedence import heavier_first
 from controller.policy.settings import PolicyConfig
+from controller.policy.verdicts import probe_tolerance, verdicts_on_late, verdicts_on_pace
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
 from engine.ports import EngineView, RequestView
@@ -126,10 +111,11 @@ def judge_queue(
     intake: Intake,
     config: PolicyConfig,
     cost_model: CostModel,
+    expected: Expected | None = None,
 ) -> Judged:
     """Judge everybody whose prompt is not done (`wanting`, running ones first, waiting ones last;
     `facts` and `num_expected` output tokens are theirs); `room` is the most prompt tokens that the
-    step may compute.
+    step may compute, `expected` who is expected to come.
     """
     now = view.now
     token_s = 0.0
@@ -146,8 +132,19 @@ def judge_queue(
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
     new = [i for i, request in enumerate(wanting) if request.admission is None]
     left_s = queue.deadline_at - now
-    work_s, done_s = _drained(
-        queue, decodes, pacing, curve, intake, quota_rate, left_s, config, is_told=bool(new)
+    own_past = OwnPast(cost_model, decodes, head, curve, config.upper_share)
+    work_s, done_s, passed_s = _drained(
+        queue,
+        decodes,
+        pacing,
+        curve,
+        intake,
+        quota_rate,
+        left_s,
+        config,
+        own_past,
+        expected,
+        is_told=bool(new),
     )
     own_tokens, wait_s = own_step(curve, pacing, head.num_tokens, config)
     done_s += wait_s
@@ -167,18 +164,19 @@ def judge_queue(
         is_late = late_starters(queue, possible, delays_s, work_s, done_s, left_s, config)
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
-    verdicts = _on_pace([wanting[i] for i in new], cost_model, tolerance)
+    verdicts = verdicts_on_pace([wanting[i] for i in new], cost_model, tolerance)
     has_late = bool(is_late.any())
     if has_late:
         # Those that are dropped come after everybody who is kept, if they are not refused.
         is_queued = is_late & (queue.facts_at(np.arange(len(queue)))[IS_QUEUED] > 0.0)
         behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
         kept_s = float(done_s[~is_late].max(initial=0.0))
-        done_s = np.where(is_late, kept_s + behind_s, done_s)
+        done_s = np.where(is_late, kept_s + behind_s + passed_s, done_s)
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then. Nor before a backlog that whoever comes next would find undone.
-    if not own_tokens and delays_s is None and intake.is_roomy(len(queue)):
+    is_free = delays_s is None or not (delays_s[~intake.yielding(queue)[possible]] > 0.0).any()
+    if not own_tokens and is_free and intake.is_roomy(len(queue)):
         aims_s = first_aims_s(queue, config)
         if float(work_s.sum()) <= config.patience_backlog * least(aims_s):
             aim_s = queue.arrived_at - now + aims_s
@@ -195,10 +193,11 @@ def judge_queue(
     ttft_s = now + done_s - queue.arrived_at
     if has_late:
         is_idle = not view.running and not view.preempted and len(queue) == 1
-        verdicts |= _on_late(
+        verdicts |= verdicts_on_late(
             queue,
             is_late,
             ttft_s,
+            passed_s,
             now,
             alone_tokens,
             config,
@@ -300,98 +299,59 @@ def _drained(
     quota_rate: float,
     left_s: FloatArray,
     config: PolicyConfig,
+    own_past: OwnPast,
+    expected: Expected | None,
     *,
     is_told: bool,
-) -> tuple[FloatArray, FloatArray]:
-    """Predict work and end of everybody (`drain_s`).
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Predict work and end of everybody (`drain_s`), with those who are expected in between, and
+    how much later the end is for them.
 
     Streams that hold the rate down end, and leave their share of the step. That is looked at where
     somebody is told a prediction, or would be late without it: who is on time without is so with.
     """
     longest_s = config.pace * pacing.gap_limit_s
+
+    def drained(outlook: Outlook) -> tuple[FloatArray, FloatArray, FloatArray]:
+        work_s, done_s = drain_s(
+            curve, queue, outlook, quota_rate, config.upper_share, longest_s, own_past
+        )
+        if expected is None:
+            return work_s, done_s, np.zeros(done_s.size)
+        later_s = _overtaken(queue, expected, own_past, pacing, done_s, left_s, config)
+        return work_s, later_s, later_s - done_s
+
     if pacing.tightest_id is None or not is_told:
-        still = Outlook.still(pacing.period_s)
-        work_s, done_s = drain_s(curve, queue, still, quota_rate, config.upper_share, longest_s)
-        if pacing.tightest_id is None or not (done_s > left_s).any():
-            return work_s, done_s
+        found = drained(Outlook.still(pacing.period_s))
+        if pacing.tightest_id is None or not (found[1] > left_s).any():
+            return found
     relief_s = (pacing.decode_s - pacing.empty_s) / decodes.num_requests
     # A step takes what its budget takes, as long as prompts wait.
     budget = np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.tokens)
     step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
-    outlook = intake.outlook(pacing, relief_s, step_s)
-    return drain_s(curve, queue, outlook, quota_rate, config.upper_share, longest_s)
+    return drained(intake.outlook(pacing, relief_s, step_s))
 
 
-def probe_tolerance(view: EngineView, config: PolicyConfig) -> float:
-    """Return the factor by which a prediction may exceed a target before it counts as unreachable.
-
-    It is 1, but `probe_factor` in one of `probe_period` passes over an empty engine. A model that
-    is wrong on the slow side would otherwise refuse everybody, see no step and stay wrong for ever;
-    on an empty engine the attempt costs nobody anything.
-    """
-    is_empty = not view.running and not view.preempted
-    return config.probe_factor if is_empty and view.step_no % config.probe_period == 0 else 1.0
-
-
-def _on_pace(
-    unheard: Sequence[RequestView], cost_model: CostModel, tolerance: float
-) -> dict[str, Admission]:
-    """Verdicts on new requests whose token pace not even an idle server reaches."""
-    new = [
-        request
-        for request in unheard
-        if request.phase is RequestPhase.WAITING
-        and (promise := live_promise(request)) is not None
-        and promise.slo.tpot_s is not None
-    ]
-    if not new:
-        return {}
-    prompt = np.array([request.num_prompt_tokens for request in new], dtype=np.float64)
-    decode_s = predict_decode_alone(cost_model, prompt).tolist()
-    verdicts = (
-        verdict_on_pace(request, alone_s, tolerance)
-        for request, alone_s in zip(new, decode_s, strict=True)
-    )
-    return {verdict.request_id: verdict for verdict in verdicts if verdict is not None}
-
-
-def _on_late(
+def _overtaken(
     queue: PrefillQueue,
-    is_late: BoolArray,
-    ttft_s: FloatArray,
-    now: float,
-    alone_tokens: int,
+    expected: Expected,
+    own_past: OwnPast,
+    pacing: Pacing,
+    done_s: FloatArray,
+    left_s: FloatArray,
     config: PolicyConfig,
-    cost_model: CostModel,
-    tolerance: float,
-    *,
-    is_idle: bool,
-) -> dict[str, Admission]:
-    """Verdicts on the waiting ones among those that will miss their first-token target."""
-    facts = queue.facts_at(np.flatnonzero(is_late))
-    target_s = np.minimum(facts[TTFT_S], facts[E2E_S])
-    age_s = now - facts[PROMISED_AT]
-    # A class that queues says nothing before its bound on the age.
-    bound_s = np.maximum(
-        config.max_age_factor * np.where(np.isinf(facts[TTFT_S]), target_s, facts[TTFT_S]),
-        config.min_max_age_s,
-    )
-    is_heard = (target_s < math.inf) & ((facts[IS_QUEUED] == 0.0) | (age_s >= bound_s))
-    late = np.flatnonzero(is_late)[is_heard]
-    requests = [queue.at(i) for i in late.tolist()]
-    is_waiting = np.array([r.phase is RequestPhase.WAITING for r in requests], dtype=np.bool_)
-    late, requests = late[is_waiting], [r for r in requests if r.phase is RequestPhase.WAITING]
-    if not requests:
-        return {}
-    prompt = facts[NUM_PROMPT][is_heard][is_waiting]
-    first_token_s = predict_alone(cost_model, prompt, alone_tokens)
-    if is_idle:
-        # This is the idle server: its chunks keep the gap limit, so it may need longer than one
-        # unbounded step, and to come back later would not help.
-        first_token_s = np.maximum(first_token_s, ttft_s[late] - (now - queue.arrived_at[late]))
-    verdicts: dict[str, Admission] = {}
-    for i, request, alone_s in zip(late.tolist(), requests, first_token_s.tolist(), strict=True):
-        verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config, tolerance)
-        if verdict is not None:
-            verdicts[request.request_id] = verdict
-    return verdicts
+) -> FloatArray:
+    """Return when everybody is done with those in between who are expected to come."""
+    if not greatest(done_s) > config.pace * least(expected.ttft_s):
+        return done_s
+    period_s = pacing.period_s
+    if pacing.tightest_id is None:
+        # Nobody streams yet; those who wait will.
+        period_s = min(period_s, least(queue.period_s))
+    longest_s = config.pace * pacing.gap_limit_s
+    token_s = own_past.token_s(expected.num_prompt / 2.0, period_s, longest_s)
+    if token_s is None:
+        return done_s
+    cost = (queue.remaining + queue.past) / np.maximum(queue.weight, 1e-9)
+    priority = queue.facts_at(np.arange(len(queue)))[PRIORITY]
+    return overtaken_s(expected, token_s, config.pace, done_s, left_s, cost, priority >= 0.0)

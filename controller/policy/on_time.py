@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.alternating import may_alternate, sustained_rate
+from controller.policy.alternating import may_alternate, steady_rate, sustained_rate
+from controller.policy.attention import OwnPast
 from controller.policy.budget import LatencyCurve, made_safe
 from controller.policy.facts import IntArray, greatest, least
 from controller.policy.ordering import BoolArray, PrefillQueue
@@ -23,7 +24,6 @@ from costmodel.features import NUM_FEATURES, FloatArray
 
 # Chunks that are smaller gain nothing on an idle server: every step costs its floor.
 _LEAST_CHUNK = 128
-NOTHING_SAVED = np.zeros(1)
 # Whoever is worth so many times as much as another one is served in time even if everything takes
 # longer by `_INSURANCE` than predicted, at the other one's cost.
 _INSURED_RATIO = 4.0
@@ -56,6 +56,7 @@ def drain_s(
     quota_rate: float,
     upper_share: float,
     longest_s: float = math.inf,
+    own_past: OwnPast | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Predict when the ordered queue is done at the rate that the decodes allow.
 
@@ -64,18 +65,23 @@ def drain_s(
     requests before k, which will be decoding by then (`alternating.py`); `quota_rate` tokens per
     second where there is none; no step is longer than
     `longest_s`. Each stream that ends leaves its share of the step, and its claim to
-    a period, to the prompts.
+    a period, to the prompts. `own_past` knows what tokens cost behind their own past; without it
+    they all cost what those at the head of the queue do.
     """
     steered_s = curve.steered_s(upper_share)
     if not outlook.ends_s.size:
         period_s = float(outlook.periods_s[0])
-        return _drain_still(curve, queue, period_s, quota_rate, steered_s, longest_s)
+        return _drain_still(curve, queue, period_s, quota_rate, steered_s, longest_s, own_past)
     num_ended = np.arange(outlook.ends_s.size + 1)
     starts_s = np.zeros(num_ended.size)
     starts_s[1:] = outlook.ends_s
-    total = queue.remaining.cumsum()
-    work_s, done_s = np.empty(total.size), np.empty(total.size)
     before_s, stretches = _stretches(queue, greatest(outlook.periods_s))
+    amount = queue.remaining
+    if own_past is not None:
+        nearest_s = np.minimum(before_s, float(outlook.periods_s[0]))
+        amount = own_past.weighed(amount, queue.past, nearest_s, stretches, longest_s)
+    total = amount.cumsum()
+    work_s, done_s = np.empty(total.size), np.empty(total.size)
     free_s = 0.0
     for start, stop in stretches:
         periods_s: FloatArray = np.minimum(outlook.periods_s, before_s[start])
@@ -91,7 +97,7 @@ def drain_s(
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
         stage = reached.searchsorted(wanted, side="left") - 1
         rate_s = token_s[stage]
-        work_s[start:stop] = queue.remaining[start:stop] * rate_s
+        work_s[start:stop] = amount[start:stop] * rate_s
         beyond = wanted - reached[stage]
         end_s = from_s[stage] + beyond * rate_s
         # The last step of request k is rarely full, and a step costs more than its share of tokens.
@@ -109,21 +115,25 @@ def _drain_still(
     quota_rate: float,
     steered_s: FloatArray,
     longest_s: float,
+    own_past: OwnPast | None,
 ) -> tuple[FloatArray, FloatArray]:
     """`drain_s` where nobody ends: one rate per stretch, which most steps of a light load ask."""
-    total = queue.remaining.cumsum()
-    work_s, done_s = np.empty(total.size), np.empty(total.size)
     before_s, stretches = _stretches(queue, period_s)
+    amount = queue.remaining
+    if own_past is not None:
+        amount = own_past.weighed(amount, queue.past, before_s, stretches, longest_s)
+    total = amount.cumsum()
+    work_s, done_s = np.empty(total.size), np.empty(total.size)
     free_s = 0.0
     is_uneven = may_alternate(curve)
     for start, stop in stretches:
-        token_s, budget = _steady_rate(
+        token_s, budget = steady_rate(
             curve, steered_s, float(before_s[start]), longest_s, is_uneven=is_uneven
         )
         is_open = budget >= 1.0
         token_s = max(token_s if is_open else 1.0 / quota_rate, 1e-12)
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)
-        np.multiply(queue.remaining[start:stop], token_s, out=work_s[start:stop])
+        np.multiply(amount[start:stop], token_s, out=work_s[start:stop])
         end_s = free_s + wanted * token_s
         free_s = float(end_s[-1])
         if is_open:
@@ -133,22 +143,6 @@ def _drain_still(
             end_s += np.where(rest >= 1.0, np.maximum(rest_s, 0.0), 0.0)
         done_s[start:stop] = end_s
     return work_s, done_s
-
-
-def _steady_rate(
-    curve: LatencyCurve,
-    steered_s: FloatArray,
-    period_s: float,
-    longest_s: float,
-    *,
-    is_uneven: bool,
-) -> tuple[float, float]:
-    """Return `sustained_rate` for one period: seconds per token and tokens per step."""
-    if is_uneven:
-        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED, longest_s)
-        return float(rate.token_s[0]), float(rate.tokens[0])
-    budget = float(np.interp(period_s, steered_s, curve.tokens))
-    return float(np.interp(budget, curve.tokens, curve.mean_s)) / max(budget, 1.0), budget
 
 
 def _stretches(queue: PrefillQueue, first_s: float) -> tuple[FloatArray, list[tuple[int, int]]]:

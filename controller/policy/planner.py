@@ -24,6 +24,7 @@ from controller.policy.budget import (
     step_seconds,
 )
 from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.demand import Demand, Expected
 from controller.policy.facts import ClassNames, FactReader, RunningTable, live_promise
 from controller.policy.haste import wanted_tokens
 from controller.policy.judging import Judged, judge_queue
@@ -35,6 +36,7 @@ from controller.policy.seating import Seated, seat
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
+from costmodel.features import FloatArray
 from engine.ports import EngineView, RequestView
 from engine.step import StepDecision, StepPlan, StepWork, WorkKind
 
@@ -59,7 +61,8 @@ class SloPlanner:
     """Keeps every stream under its pace and uses the slack for the prompts whose deadlines can be
     met.
 
-    `output_lengths` is fed by the runtime. `model_version` is asked once per step for the decision
+    `output_lengths` and `demand` are fed by the runtime; without the latter nobody is expected to
+    come. `model_version` is asked once per step for the decision
     record; by default the cost model's own quality report answers. `swap_block_s` is what moving
     one KV block to host memory, or back, takes in seconds; None never swaps.
     """
@@ -73,7 +76,9 @@ class SloPlanner:
         output_lengths: OutputLengths,
         model_version: Callable[[], int] | None = None,
         swap_block_s: float | None = None,
+        demand: Demand | None = None,
     ) -> None:
+        self._demand = demand
         self._config = config
         self._cost_model = cost_model
         self._lengths = output_lengths
@@ -113,8 +118,9 @@ class SloPlanner:
             most_tokens = self._most_tokens(view)
             room = max(0, most_tokens - len(decodes))
             load = running.load
-            intake = self._intake(view, ledger, running, waiting, most_tokens)
             facts = self._wanting_facts.read(wanting)
+            expected = None if self._demand is None else self._demand.expected(view.now)
+            intake = self._intake(view, ledger, running, waiting, facts, expected, most_tokens)
             num_expected = self._names.each(self._lengths.expected, facts)
             judged = judge_queue(
                 view,
@@ -127,6 +133,7 @@ class SloPlanner:
                 intake,
                 config,
                 self._cost_model,
+                expected,
             )
             within = self._within(judged, load, pacing)
             is_probe = False
@@ -186,8 +193,11 @@ class SloPlanner:
         ledger: BlockLedger,
         running: RunningTable,
         waiting: list[RequestView],
+        facts: FloatArray,
+        expected: Expected | None,
         most_tokens: int,
     ) -> Intake:
+        """Return the room for newcomers, the last of those whose `facts` are given."""
         config, max_running = self._config, min(view.max_num_seqs, most_tokens)
         if config.max_running is not None:
             max_running = min(max_running, config.max_running)
@@ -196,6 +206,16 @@ class SloPlanner:
         if newcomers:
             seats = max_running - len(running)
             room = StreamRoom.of(running, newcomers, seats, config, self._cost_model)
+            if expected is not None:
+                room.make_room(
+                    expected,
+                    running,
+                    facts[:, -len(newcomers) :],
+                    self._names,
+                    self._lengths.typical,
+                    config,
+                    self._cost_model,
+                )
         return Intake(
             view,
             ledger,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from controller.policy.baselines import StaticPlanner
 from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
 from controller.policy.baselines_shedding import SheddingPlanner
+from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
 from controller.policy.settings import PolicyConfig
@@ -39,17 +40,21 @@ def make_planner(
     *,
     model_version: Callable[[], int] | None = None,
     swap_block_s: float | None = None,
+    demand: Demand | None = None,
 ) -> Planner:
     """Return the planner called `name` (`POLICY_NAMES`, with a number for N).
 
     `config` (default `PolicyConfig()`) counts for "slo" and, but for what paces a step, for
-    "edf-shed-N"; `model_version` and `swap_block_s` are `SloPlanner`'s. Baselines without a cost
+    "edf-shed-N"; `model_version`, `swap_block_s` and `demand` are
+    `SloPlanner`'s. Baselines without a cost
     model ignore it. ValueError lists the names.
     """
     config = config or PolicyConfig()
     match name:
         case "slo":
-            return SloPlanner(config, cost_model, output_lengths, model_version, swap_block_s)
+            return SloPlanner(
+                config, cost_model, output_lengths, model_version, swap_block_s, demand
+            )
         case "whole":
             return StaticPlanner(None)
         case "slack-greedy":
@@ -58,7 +63,9 @@ def make_planner(
             return SmallestFeasiblePlanner(cost_model)
     family, token_budget = budget_of(name)
     if family == "edf-shed":
-        return SheddingPlanner(token_budget, config, cost_model, output_lengths, model_version)
+        return SheddingPlanner(
+            token_budget, config, cost_model, output_lengths, model_version, demand
+        )
     return StaticPlanner(token_budget, is_edf=family == "edf")
 
 

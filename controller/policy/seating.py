@@ -71,7 +71,9 @@ def seat(
     is_started = queue.is_started
     started = is_started.nonzero()[0].tolist()
     unstarted = (~is_started).nonzero()[0]
-    tried = unstarted[:_MOST_TRIED].tolist()
+    # Who is kept out for others' sake uses up nobody's try.
+    is_yielding = intake.yielding(queue)
+    tried = unstarted[~is_yielding[unstarted]][:_MOST_TRIED].tolist()
     if due is not None and is_turn:
         group = started if is_started[due] else tried
         group[:] = [due, *(i for i in group if i != due)]
@@ -123,5 +125,5 @@ def seat(
         ),
         is_turn=is_turn and bool(order) and (order[0] == due or rank[order[0]][0] < 0),
         is_short_of_blocks=intake.is_short,
-        is_outpaced=intake.is_outpaced,
+        is_outpaced=intake.is_outpaced or bool(is_yielding.any()),
     )

@@ -1,4 +1,5 @@
-"""How many more streams the token promises allow: a step of decodes alone must keep every pace.
+"""How many more streams the token promises allow: a step of decodes alone must keep every pace,
+and leave room for streams with a closer one that are worth more.
 
 Owns that one count. Must not spend seats or blocks, or look at a prompt's deadline.
 """
@@ -7,16 +8,90 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from controller.policy.alternating import LEAST_JUMP_SHARE
 from controller.policy.budget import made_safe
-from controller.policy.facts import TPOT_S, RunningTable, least, live_promise
+from controller.policy.demand import Expected
+from controller.policy.facts import (
+    CLASS,
+    TPOT_S,
+    ClassNames,
+    RunningTable,
+    least,
+    live_promise,
+)
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 from engine.ports import RequestView
+
+# Whoever costs so many times as much per weight makes room for those who are expected, as heavier
+# promises are insured at the cost of lighter ones (`on_time.py`).
+_YIELDING_RATIO = 4.0
+# A context so long tells what one token of it costs a step.
+_PROBED_TOKENS = 4096.0
+# Fewer streams than that at once are not expected: a class that hardly comes keeps nobody out.
+_LEAST_USUAL = 0.5
+
+
+class Joiner(NamedTuple):
+    """Somebody who wants to stream: paced promise in seconds per token (+inf without), known
+    tokens, rent per weight, number of its class.
+    """
+
+    target_s: float
+    num_tokens: float = 0.0
+    rent: float = 0.0
+    class_no: int = -1
+
+
+class Guard(NamedTuple):
+    """Room for a class that is expected: `rent` is what one of its streams costs per weight,
+    seconds of steps over its answer; `pace_s` its paced seconds per token; `num_missing` of its
+    streams are expected and do not run yet, each of which adds `each_s` to a step.
+    """
+
+    class_no: int
+    rent: float
+    pace_s: float
+    num_missing: float
+    each_s: float
+
+
+class Rents(NamedTuple):
+    """What streams cost, and for whom they make room: seconds that one stream adds to a step, and
+    one token of its context; what the first prompt token of a step adds (`jump_s`); and the guards.
+    """
+
+    stream_s: float
+    token_s: float
+    jump_s: float
+    guards: tuple[Guard, ...]
+
+    def of(self, num_prompt: FloatArray, num_output: FloatArray, weight: FloatArray) -> FloatArray:
+        """Return the rent per weight of streams behind prompts of so many tokens (n,), for answers
+        of `num_output` tokens (n,); +inf for weight 0.
+        """
+        rent = (self.stream_s + self.token_s * num_prompt) * num_output
+        each: FloatArray = np.full(rent.size, math.inf)
+        np.divide(rent, weight, out=each, where=weight > 0.0)
+        return each
+
+    def limit_s(self, who: Joiner, num_came: dict[int, int]) -> float:
+        """Return how long a step of decodes alone may be with that stream; +inf if it makes room
+        for nobody. `num_came` of each class have joined since the guards were counted.
+        """
+        pace_s, missing_s = math.inf, 0.0
+        for guard in self.guards:
+            if guard.pace_s < who.target_s and 0.0 < guard.rent * _YIELDING_RATIO <= who.rent:
+                pace_s = min(pace_s, guard.pace_s)
+                num_missing = guard.num_missing - num_came.get(guard.class_no, 0)
+                missing_s += max(0.0, num_missing) * guard.each_s
+        return pace_s - self.jump_s - missing_s
 
 
 def paced_target_s(request: RequestView, pace: float) -> float:
@@ -31,17 +106,45 @@ class StreamRoom:
     """Streams that may join while the mean of a decode-only step keeps the tightest promise.
 
     Without this bound a burst is admitted as a whole, for its prompts are cheap, and then nobody
-    keeps a pace. `step_s[k]` is that mean with k more streams; `period_s` the tightest paced
-    promise among those who run. A stream that cannot keep its promise any more protects nobody.
+    keeps a pace. `step_s[k]` is that mean with the first k newcomers, who have `known[k]` tokens in
+    all; others may join than those, and a token more or less is `token_s`. `period_s` is the
+    tightest paced promise among those who run. A stream that cannot keep its promise any more
+    protects nobody.
+
+    `rents` says for whom streams with looser promises make room. Their contexts may make every step
+    longer than a closer pace for as long as they last; then those who hold it, many of whom one of
+    them may cost, find no room at all.
     """
 
-    __slots__ = ("_num_joined", "_num_running", "_period_s", "_step_s")
+    __slots__ = (
+        "_known",
+        "_num_came",
+        "_num_joined",
+        "_num_running",
+        "_num_tokens",
+        "_period_s",
+        "_step_s",
+        "_token_s",
+        "rents",
+    )
 
-    def __init__(self, step_s: Sequence[float], period_s: float, num_running: int) -> None:
+    def __init__(
+        self,
+        step_s: Sequence[float],
+        known: Sequence[float],
+        token_s: float,
+        period_s: float,
+        num_running: int,
+    ) -> None:
         self._step_s = step_s
+        self._known = known
+        self._token_s = token_s
         self._period_s = period_s
         self._num_running = num_running
         self._num_joined = 0
+        self._num_tokens = 0.0
+        self._num_came: dict[int, int] = {}
+        self.rents: Rents | None = None
 
     @classmethod
     def of(
@@ -54,47 +157,131 @@ class StreamRoom:
     ) -> StreamRoom:
         """Predict steps with up to `most` of the `newcomers`, in that order, beside `running`."""
         num_running = len(running)
-        known = [request.num_known_tokens for request in newcomers[: max(0, most)]]
+        before = float(running.num_known.sum())
+        more = [float(request.num_known_tokens) for request in newcomers[: max(0, most)]]
+        known = list(itertools.accumulate(more, initial=0.0))
         rows = np.zeros((len(known) + 1, NUM_FEATURES))
-        rows[:, 1] = range(num_running, num_running + len(known) + 1)
-        rows[:, 2] = list(itertools.accumulate(known, initial=float(running.num_known.sum())))
-        step_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s)).tolist()
+        rows[:-1, 1] = range(num_running, num_running + len(known))
+        rows[:-1, 2] = known
+        rows[-1] = rows[-2]
+        rows[-1, 2] += _PROBED_TOKENS
+        rows[:, 2] += before
+        mean_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s))
+        token_s = float(mean_s[-1] - mean_s[-2]) / _PROBED_TOKENS
+        step_s = mean_s[:-1].tolist()
         targets = config.pace * running.facts[TPOT_S]
         targets = targets[targets >= step_s[0]]
         period_s = least(targets) if targets.size else math.inf
-        return cls(step_s, period_s, num_running)
+        return cls(step_s, known, token_s, period_s, num_running)
+
+    def make_room(
+        self,
+        expected: Expected,
+        running: RunningTable,
+        newcomers: FloatArray,
+        names: ClassNames,
+        typical: Callable[[str], int],
+        config: PolicyConfig,
+        cost_model: CostModel,
+    ) -> None:
+        """Keep room for the streams that are `expected` and have closer promises than some of the
+        `newcomers` (their facts); `typical` are the output tokens of an answer of a class.
+        """
+        pace_s = config.pace * expected.tpot_s
+        is_guarded = pace_s < config.pace * newcomers[TPOT_S].max(initial=0.0)
+        if not is_guarded.any() or len(running) + newcomers.shape[1] < 2:
+            return
+        num_output = np.array([typical(name) for name in expected.names], dtype=np.float64)
+        rows = np.zeros((5 + pace_s.size, NUM_FEATURES))
+        rows[1:, 1], rows[1:, 2] = len(running), running.num_known.sum()
+        rows[2, [0, 4, 5]] = 1.0
+        rows[3, 1] += 1.0
+        rows[4, 2] += _PROBED_TOKENS
+        rows[5:, 1] += 1.0
+        rows[5:, 2] += expected.num_prompt + num_output / 2.0
+        mean_s = made_safe(cost_model.predict(rows).mean_s)
+        empty_s, now_s, first_s, one_s, long_s = mean_s[:5].tolist()
+        jump_s = first_s - now_s if first_s - now_s > LEAST_JUMP_SHARE * now_s else 0.0
+        stream_s, token_s = max(one_s - now_s, 0.0), max(long_s - now_s, 0.0) / _PROBED_TOKENS
+        rents = Rents(stream_s, token_s, jump_s, ())
+        each = rents.of(expected.num_prompt, num_output, expected.weight)
+        # At the closest pace an answer takes so long, and so many stream at once.
+        num_usual = expected.rate * num_output * max(now_s, least(pace_s))
+        # Where not even an empty step leaves that room nobody is kept out for it, nor for a class
+        # that hardly comes any more.
+        is_guarded &= (pace_s - jump_s > empty_s) & (num_usual >= _LEAST_USUAL)
+        numbers = [names.index(name) for name in expected.names]
+        num_now = np.bincount(running.facts[CLASS].astype(np.intp), minlength=max(numbers) + 1)
+        num_missing = np.maximum(num_usual - num_now[numbers], 0.0)
+        each_s = np.maximum(mean_s[5:] - now_s, 0.0)
+        guards = tuple(
+            Guard(numbers[k], *column)
+            for k, column in enumerate(
+                zip(
+                    each.tolist(),
+                    pace_s.tolist(),
+                    num_missing.tolist(),
+                    each_s.tolist(),
+                    strict=True,
+                )
+            )
+            if is_guarded[k]
+        )
+        if guards:
+            self.rents = rents._replace(guards=guards)
 
     def copy(self) -> StreamRoom:
         """Return an independent count, to try things out."""
-        twin = StreamRoom(self._step_s, self._period_s, self._num_running)
-        twin._num_joined = self._num_joined
+        twin = StreamRoom(
+            self._step_s, self._known, self._token_s, self._period_s, self._num_running
+        )
+        twin.rents = self.rents
+        twin._num_joined, twin._num_tokens = self._num_joined, self._num_tokens
+        twin._num_came = dict(self._num_came)
         return twin
 
-    def can_all_join(self, targets_s: FloatArray) -> bool:
-        """Whether streams with these paced promises (n,) may join one after another."""
-        first = self._num_joined + 1
-        if first + targets_s.size > len(self._step_s):
+    def yields(self, who: Joiner) -> bool:
+        """Whether that stream is kept out for the sake of those who are expected, though no promise
+        of those who run would break.
+        """
+        if self.rents is None or self._is_first:
             return False
-        period_s = np.minimum(np.minimum.accumulate(targets_s), self._period_s)
-        can_join = np.array(self._step_s[first : first + targets_s.size]) <= period_s
-        if self._num_running + self._num_joined <= 0:
-            can_join[:1] = True
-        return bool(can_join.all())
+        return self._step_with(who) > self.rents.limit_s(who, self._num_came)
 
-    def join(self, target_s: float) -> bool:
-        """Let one stream with the paced promise `target_s` join; False if a promise would break.
+    def can_all_join(self, joiners: Sequence[Joiner]) -> bool:
+        """Whether these streams may join one after another."""
+        twin = self.copy()
+        return all(map(twin.join, joiners))
+
+    def join(self, who: Joiner) -> bool:
+        """Let one stream join; False if a promise would break, or for the sake of those who are
+        expected.
 
         The first stream of an empty engine always may: nobody is faster than alone.
         """
-        is_first = self._num_running + self._num_joined <= 0
-        period_s = min(self._period_s, target_s)
-        index = max(0, self._num_joined + 1)
-        if not is_first and (index >= len(self._step_s) or self._step_s[index] > period_s):
-            return False
+        period_s = min(self._period_s, who.target_s)
+        if not self._is_first:
+            if self._num_joined + 1 >= len(self._step_s):
+                return False
+            if self._step_with(who) > period_s or self.yields(who):
+                return False
         self._num_joined += 1
+        self._num_tokens += who.num_tokens
         self._period_s = period_s
+        self._num_came[who.class_no] = self._num_came.get(who.class_no, 0) + 1
         return True
 
-    def leave(self) -> None:
-        """Count one stream less: somebody is expected to have ended."""
+    def leave(self, num_tokens: float = 0.0) -> None:
+        """Count one stream less, and its tokens: somebody is expected to have ended."""
         self._num_joined -= 1
+        self._num_tokens -= num_tokens
+
+    @property
+    def _is_first(self) -> bool:
+        return self._num_running + self._num_joined <= 0
+
+    def _step_with(self, who: Joiner) -> float:
+        """Return the mean of a step of decodes alone with that stream too, in seconds."""
+        index = min(max(0, self._num_joined + 1), len(self._step_s) - 1)
+        tokens = self._num_tokens + who.num_tokens - self._known[index]
+        return self._step_s[index] + self._token_s * tokens

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, TemplateSyntaxError
 
 from controller.config import Settings
+from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.policies import make_planner
+from controller.runtime.arrival_feed import ArrivalFeed
 from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.generation import ServedModel
 from controller.runtime.metrics import Metrics
@@ -115,9 +117,9 @@ def build_runtime(
     start = _start_model(settings, engine, config, clock, progress, reader, key)
     cost_model = start.model
     cost_model.aim_for(settings.planner.margin_quantile)
-    output_lengths = OutputLengths()
+    output_lengths, demand = OutputLengths(), Demand()
     swap_block_s = time_swap(engine.runner, config, clock) if settings.is_warmup_enabled else None
-    planner = _planner(settings, cost_model, output_lengths, swap_block_s)
+    planner = _planner(settings, cost_model, output_lengths, demand, swap_block_s)
     run = RunRecord(
         run_id=uuid.uuid4().hex[:12],
         started_at=clock.epoch_ms(),
@@ -153,6 +155,7 @@ def build_runtime(
         PromiseKeeper(),
         hub,
         Teacher(cost_model, output_lengths),
+        ArrivalFeed(demand),
         refitter,
         keeper,
         feed,
@@ -345,6 +348,7 @@ def _planner(
     settings: Settings,
     cost_model: RefittedLeastSquares,
     output_lengths: OutputLengths,
+    demand: Demand,
     swap_block_s: float | None,
 ) -> Planner:
     return make_planner(
@@ -354,4 +358,5 @@ def _planner(
         settings.planner,
         model_version=lambda: cost_model.version,
         swap_block_s=swap_block_s,
+        demand=demand,
     )

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, Protocol
 
+from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.policies import make_planner
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import SloClass
+from controller.runtime.arrival_feed import ArrivalFeed
 from controller.runtime.feedback import Learner, PromiseKeeper, Teacher
 from controller.runtime.refits import Refitter
 from controller.runtime.warmup import run_sweep, sweep_shapes
@@ -110,6 +112,7 @@ class PlannerParts(NamedTuple):
     config: PolicyConfig
     cost_model: CostModel
     output_lengths: OutputLengths
+    demand: Demand
 
 
 PlannerFactory = Callable[[PlannerParts], Planner]
@@ -179,7 +182,7 @@ def simulate_stretch(
     clock, wall = VirtualClock(), MonotonicClock()
     wall_started_at = wall.now()
     model = _cost_model(hardware, engine, config)
-    lengths = OutputLengths()
+    lengths, demand = OutputLengths(), Demand()
     swap_block_s = hardware.swap_block_s if engine.num_host_blocks else None
     planner = TimedPlanner(
         make_planner(
@@ -189,15 +192,16 @@ def simulate_stretch(
             config.planner,
             model_version=lambda: model.version,
             swap_block_s=swap_block_s,
+            demand=demand,
         )
         if isinstance(policy, str)
-        else policy(PlannerParts(config.planner, model, lengths)),
+        else policy(PlannerParts(config.planner, model, lengths, demand)),
         wall,
     )
     population = Population(config.classes_by_name, config.default_class, config.max_tokens)
     recorder = Recorder(population.output_lengths, stretch)
     taught: Learner = _Deaf() if config.learner == "prior" else model
-    teachers: list[StepListener] = [Teacher(taught, lengths)]
+    teachers: list[StepListener] = [Teacher(taught, lengths), ArrivalFeed(demand)]
     refitter = _refitter(model)
     if refitter is not None:
         teachers.append(_Refits(refitter))

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from controller.policy.demand import Demand
 from controller.policy.facts import ClassNames, FactReader, RunningTable
 from controller.policy.ordering import PrefillQueue
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise, Slo, SloClass
+from controller.runtime.arrival_feed import ArrivalFeed
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
 from costmodel.features import NUM_FEATURES, FloatArray, StepFeatures
 from engine.blocks import BlockPool
@@ -219,11 +221,13 @@ class Simulation:
     noise: Sequence[float] = (1.0,)
     reports: list[StepReport] = field(default_factory=list)
     requests: dict[str, Request] = field(default_factory=dict)
+    demand: Demand = field(default_factory=Demand)
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
         self.pool = BlockPool(self.config.num_blocks, self.config.block_size)
         runner = SimulatedRunner(self.clock, self._latency_of)
+        self._feed = ArrivalFeed(self.demand)
         self.loop = EngineLoop(self.planner, runner, self.pool, self.config, self.clock)
 
     def _latency_of(self, plan: StepPlan) -> float:
@@ -253,6 +257,9 @@ class Simulation:
             promise = self.requests[token.request_id].promise
             if isinstance(promise, Promise):
                 promise.record_token(token.at)
+        known = {a.request_id: self.requests[a.request_id] for a in report.plan.admissions}
+        if all(isinstance(each.promise, Promise) for each in known.values()):
+            self._feed.on_step(report, known)
         for admission in report.plan.admissions:
             promise = self.requests[admission.request_id].promise
             if admission.is_degraded and isinstance(promise, Promise):

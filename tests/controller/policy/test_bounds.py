@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.overtaking import Elders
 from controller.policy.planner import PolicyConfig, SloPlanner
@@ -69,6 +70,7 @@ def run(
     watch: Callable[[EngineView, StepPlan], None],
     num_blocks: int = 4096,
     model: LinearCostModel = MODEL,
+    demand: Demand | None = None,
 ) -> list[Request]:
     requests = [
         waiting(
@@ -81,9 +83,10 @@ def run(
         )
         for i, (at, num_prompt, max_tokens, ttft_s, tpot_s, name, on_infeasible) in enumerate(crowd)
     ]
-    planner = SloPlanner(config, model, OutputLengths(default=20))
+    demand = Demand() if demand is None else demand
+    planner = SloPlanner(config, model, OutputLengths(default=20), demand=demand)
     engine = EngineConfig(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=512)
-    Simulation(Watched(planner, watch), model, engine).run(requests)
+    Simulation(Watched(planner, watch), model, engine, demand=demand).run(requests)
     return requests
 
 
@@ -239,9 +242,10 @@ def test_who_must_start_first() -> None:
 def test_a_planner_that_has_run_for_long_plans_like_a_new_one(
     crowd: Crowd, model: LinearCostModel
 ) -> None:
-    config = PolicyConfig(max_overtaken=2, max_wait_s=0.5)
+    config, demand = PolicyConfig(max_overtaken=2, max_wait_s=0.5), Demand()
 
     def watch(view: EngineView, plan: StepPlan) -> None:
-        assert SloPlanner(config, model, OutputLengths(default=20)).plan(view) == plan
+        new = SloPlanner(config, model, OutputLengths(default=20), demand=demand)
+        assert new.plan(view) == plan
 
-    run(crowd, config, watch, 256, model)
+    run(crowd, config, watch, 256, model, demand)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.policy.baselines import StaticPlanner
+from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.policies import make_planner
@@ -76,6 +77,21 @@ configs = st.builds(
     order_blend=st.sampled_from([0.0, 8.0]),
     max_running=st.sampled_from([None, 1, 4]),
 )
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    """Arrivals of any rate and size, some refused."""
+    demand = Demand()
+    for no in range(draw(st.integers(0, 12))):
+        slo, of = draw(slos), draw(classes)
+        if slo.is_best_effort:
+            continue
+        at = draw(st.floats(0.0, 100.0))
+        demand.observe(of.name, f"d{no}", no, at, draw(st.integers(1, 9000)), slo, of.weight)
+        if draw(st.booleans()):
+            demand.refuse(f"d{no}")
+    return demand
 
 
 @st.composite
@@ -151,11 +167,18 @@ def _share(draw: st.DrawFn, request: Request, others: Sequence[Request]) -> None
     config=configs,
     model=models,
     swap_block_s=st.sampled_from([None, 0.0, 1e-3]),
+    demand=st.one_of(st.none(), demands()),
 )
 def test_every_plan_of_the_slo_planner_is_sound(
-    view: EngineView, config: PolicyConfig, model: LinearCostModel, swap_block_s: float | None
+    view: EngineView,
+    config: PolicyConfig,
+    model: LinearCostModel,
+    swap_block_s: float | None,
+    demand: Demand | None,
 ) -> None:
-    slo_planner = SloPlanner(config, model, OutputLengths(), swap_block_s=swap_block_s)
+    slo_planner = SloPlanner(
+        config, model, OutputLengths(), swap_block_s=swap_block_s, demand=demand
+    )
     plan = CheckedPlanner(slo_planner, config.token_budget).plan(view)
     assert plan.decision is not None
     for number in (plan.decision.predicted_mean_s, plan.decision.predicted_upper_s):

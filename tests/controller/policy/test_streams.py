@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.slo import Slo
-from controller.policy.streams import StreamRoom, paced_target_s
+from controller.policy.streams import Joiner, StreamRoom, paced_target_s
 from engine.config import EngineConfig
 from engine.request import FinishReason, Request
 from engine.step import AdmissionAction
@@ -43,51 +42,64 @@ def test_streams_join_until_the_tightest_pace_is_reached() -> None:
     queue = [waiting(f"{i}") for i in range(9)]
     door = room(streams, queue)
     # One runs at 0.11 s; three more make 0.14 s.
-    assert [door.join(math.inf) for _ in queue] == [True] * 3 + [False] * 6
+    assert [door.join(Joiner(math.inf)) for _ in queue] == [True] * 3 + [False] * 6
     door.leave()
-    assert door.join(math.inf)
+    assert door.join(Joiner(math.inf))
 
 
 def test_a_newcomer_whose_own_pace_would_break_waits_while_looser_ones_join() -> None:
     queue = [waiting(f"{i}") for i in range(9)]
     door = room([decode("s")], queue)
-    assert door.join(0.13)
-    assert not door.join(0.12)
-    assert door.join(0.5)
-    assert not door.join(0.5), "the first newcomer's 0.13 s binds the others too"
+    assert door.join(Joiner(0.13))
+    assert not door.join(Joiner(0.12))
+    assert door.join(Joiner(0.5))
+    assert not door.join(Joiner(0.5)), "the first newcomer's 0.13 s binds the others too"
 
 
 def test_a_promise_that_is_lost_already_protects_nobody() -> None:
     door = room([decode("late", slo=Slo(tpot_s=0.05))], [waiting("a"), waiting("b")])
-    assert door.join(math.inf)
-    assert door.join(math.inf)
+    assert door.join(Joiner(math.inf))
+    assert door.join(Joiner(math.inf))
 
 
 def test_the_first_of_an_empty_engine_always_joins() -> None:
     door = room([], [waiting("a"), waiting("b")])
-    assert door.join(0.01)
-    assert not door.join(math.inf)
+    assert door.join(Joiner(0.01))
+    assert not door.join(Joiner(math.inf))
 
 
 def test_no_more_join_than_were_predicted() -> None:
     door = room([], [waiting(f"{i}") for i in range(9)], most=2)
-    assert [door.join(math.inf) for _ in range(3)] == [True, True, False]
+    assert [door.join(Joiner(math.inf)) for _ in range(3)] == [True, True, False]
 
 
 def test_a_copy_is_independent() -> None:
     door = room([decode("s")], [waiting("a")])
-    assert door.copy().join(math.inf)
-    assert door.join(math.inf)
+    assert door.copy().join(Joiner(math.inf))
+    assert door.join(Joiner(math.inf))
 
 
 def test_joining_one_by_one_or_all_at_once_is_the_same() -> None:
     streams, queue = [decode("s", slo=Slo(tpot_s=0.14))], [waiting(f"{i}") for i in range(5)]
     for targets in ([math.inf] * 3, [0.14] * 3, [0.13, 0.15, 0.15], [math.inf] * 4, [0.15] * 9, []):
         one_by_one = room(streams, queue)
-        can_join = False not in [one_by_one.join(target_s) for target_s in targets]
-        assert room(streams, queue).can_all_join(np.array(targets)) == can_join
-    assert room([], queue).can_all_join(np.array([0.01]))
-    assert not room([], queue).can_all_join(np.array([0.01, math.inf]))
+        can_join = False not in [one_by_one.join(Joiner(target_s)) for target_s in targets]
+        assert room(streams, queue).can_all_join(list(map(Joiner, targets))) == can_join
+    assert room([], queue).can_all_join([Joiner(0.01)])
+    assert not room([], queue).can_all_join([Joiner(0.01), Joiner(math.inf)])
+
+
+def test_who_joins_counts_with_its_own_context_not_with_that_of_another() -> None:
+    # 50 ms and 1 µs a token: the first newcomer's 100,000 do not count until it joins.
+    model = LinearCostModel((0.0, 0.0, 1e-6, 0.0, 0.0), 0.05, margin=0.0)
+    queue = [waiting("long", 100_000), waiting("short", 100)]
+    streams = [decode("s", slo=Slo(tpot_s=0.1), num_prompt=10)]
+    door = StreamRoom.of(table_of(streams), queue, 64, CONFIG, model)
+    assert not door.join(Joiner(math.inf, 100_000.0))
+    assert door.join(Joiner(math.inf, 100.0))
+    door = StreamRoom.of(table_of(streams), queue, 64, CONFIG, model)
+    door.leave(60_000.0)
+    assert door.join(Joiner(math.inf, 100_000.0)), "60,000 tokens have gone"
 
 
 def test_the_plan_says_that_pace_kept_somebody_out() -> None:

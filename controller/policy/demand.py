@@ -1,0 +1,173 @@
+"""`Demand`: who has been arriving lately, for the planner's view of who will come yet.
+
+Owns a bounded window of arrivals per class. Fed by the runtime when a request is first judged, and
+when one is refused; a planner only reads it. Must not hold requests or read a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from controller.policy.slo import Slo
+
+FloatArray = npt.NDArray[np.float64]
+
+# Seconds over which arrivals are counted at least: the first ones tell no rate yet.
+_LEAST_SPAN_S = 30.0
+# Arrivals of a class that are remembered: those of so many seconds, but no fewer than so many of
+# them, and never more.
+_REMEMBERED_S = 60.0
+_LEAST_REMEMBERED = 64
+_MOST_REMEMBERED = 1024
+# A rate counts over so long at least, however many come at once.
+_SHORTEST_S = 0.1
+
+
+class Expected(NamedTuple):
+    """What is expected to arrive, a column per class that promises something; arrays (c,).
+
+    `rate` arrivals per second of prompts of `num_prompt` tokens (the mean) with the usual targets
+    `ttft_s` and `tpot_s` (medians, +inf without one) and the class weight; `share_served` of their
+    tokens belonged to requests that were not turned away.
+    """
+
+    names: tuple[str, ...]
+    rate: FloatArray
+    num_prompt: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    weight: FloatArray
+    share_served: FloatArray
+
+
+class _Arrival:
+    """One arrival: when, which, and what it asked."""
+
+    __slots__ = ("at", "is_served", "no", "num_prompt", "request_id", "tpot_s", "ttft_s")
+
+    def __init__(self, request_id: str, no: int, at: float, num_prompt: int, slo: Slo) -> None:
+        self.request_id = request_id
+        self.no = no
+        self.at = at
+        self.num_prompt = float(num_prompt)
+        self.ttft_s = math.inf if slo.ttft_s is None else slo.ttft_s
+        self.tpot_s = math.inf if slo.tpot_s is None else slo.tpot_s
+        self.is_served = True
+
+
+class _ClassDemand:
+    """The recent arrivals of one class, the eldest first."""
+
+    __slots__ = ("arrived_at", "by_id", "forgotten_no", "recent", "usual", "weight")
+
+    def __init__(self) -> None:
+        self.recent: deque[_Arrival] = deque()
+        self.by_id: dict[str, _Arrival] = {}
+        self.forgotten_no = 0
+        self.weight = 1.0
+        self.usual: tuple[float, float, float, float] | None = None
+        self.arrived_at: FloatArray | None = None
+
+    def is_full(self, at: float) -> bool:
+        """Whether the eldest is to be forgotten for one that arrives at `at`."""
+        num = len(self.recent)
+        if num >= _MOST_REMEMBERED:
+            return True
+        return num >= _LEAST_REMEMBERED and self.recent[0].at < at - _REMEMBERED_S
+
+    def rate(self, now: float, since: float) -> float:
+        """Return arrivals per second, of a count that began at `since`: over all that is
+        remembered, or over the last minute, whichever is more. A class that comes again after a
+        pause, or for the first time, is not thinned out by it.
+        """
+        num = len(self.recent)
+        # Once somebody is forgotten the eldest that is left begins what is known.
+        span_s = now - (self.recent[0].at if self.forgotten_no else since)
+        if num < _MOST_REMEMBERED:
+            span_s = max(span_s, _LEAST_SPAN_S)
+        if self.arrived_at is None:
+            self.arrived_at = np.sort([each.at for each in self.recent])
+        num_lately = num - int(self.arrived_at.searchsorted(now - _REMEMBERED_S))
+        lately_s = min(max(now - since, _LEAST_SPAN_S), _REMEMBERED_S)
+        return max(num / max(span_s, _SHORTEST_S), num_lately / lately_s)
+
+    def means(self) -> tuple[float, float, float, float]:
+        """Return mean prompt tokens, median TTFT and TPOT targets and the share of prompt tokens
+        that was served.
+        """
+        if self.usual is None:
+            recent = self.recent
+            total = sum([each.num_prompt for each in recent])
+            served = sum([each.num_prompt for each in recent if each.is_served])
+            self.usual = (
+                total / len(recent),
+                median([each.ttft_s for each in recent]),
+                median([each.tpot_s for each in recent]),
+                served / max(total, 1.0),
+            )
+        return self.usual
+
+
+class Demand:
+    """Arrivals per second and their usual size and targets, per class: those of the last minute, or
+    the last 64 where that is longer.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[str, _ClassDemand] = {}
+        self._class_of: dict[str, str] = {}
+        self._since: float | None = None
+
+    def observe(
+        self,
+        class_name: str,
+        request_id: str,
+        arrival_no: int,
+        at: float,
+        num_prompt: int,
+        slo: Slo,
+        weight: float,
+    ) -> None:
+        """Remember an arrival; one that is known, or was, teaches nothing."""
+        found = self._classes.setdefault(class_name, _ClassDemand())
+        if request_id in found.by_id or arrival_no <= found.forgotten_no:
+            return
+        if self._since is None:
+            self._since = at
+        while found.is_full(at):
+            gone = found.recent.popleft()
+            del found.by_id[gone.request_id]
+            self._class_of.pop(gone.request_id, None)
+            found.forgotten_no = max(found.forgotten_no, gone.no)
+        arrival = _Arrival(request_id, arrival_no, at, num_prompt, slo)
+        found.recent.append(arrival)
+        found.by_id[request_id] = arrival
+        self._class_of[request_id] = class_name
+        found.weight = weight
+        found.usual = found.arrived_at = None
+
+    def refuse(self, request_id: str) -> None:
+        """Remember that a request was turned away, or is served without its promise."""
+        name = self._class_of.get(request_id)
+        if name is not None:
+            found = self._classes[name]
+            found.by_id[request_id].is_served = False
+            found.usual = None
+
+    def expected(self, now: float) -> Expected | None:
+        """Return what is expected from `now` on; None before anything has arrived."""
+        since = self._since
+        if since is None:
+            return None
+        columns = [
+            (found.rate(now, since), *found.means(), found.weight)
+            for found in self._classes.values()
+        ]
+        rates, num_prompt, ttft_s, tpot_s, share, weight = np.array(columns).T
+        return Expected(tuple(self._classes), rates, num_prompt, ttft_s, tpot_s, weight, share)

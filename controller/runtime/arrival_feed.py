@@ -1,0 +1,47 @@
+"""`ArrivalFeed`: tells the planner's view of demand who arrived and who was turned away.
+
+Owns that translation of a step's verdicts. Runs on the loop's thread: bounded arithmetic only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from controller.policy.demand import Demand
+from controller.runtime.feedback import promise_of
+from engine.request import Request
+from engine.step import AdmissionAction, StepReport
+
+# Who hears these is nobody's burden, on no day.
+_NEVER_SERVED = frozenset(
+    ("context_length", "kv_never_fits", "ttft_unreachable", "tpot_unreachable", "draining")
+)
+
+
+class ArrivalFeed:
+    """Counts requests with promises when they are judged for the first time."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Observe who has a verdict; who is refused or degraded will take nobody's time."""
+        verdicts = report.plan.admissions
+        if len(verdicts) > 1:
+            verdicts = tuple(sorted(verdicts, key=lambda a: requests[a.request_id].arrival_no))
+        for admission in verdicts:
+            request = requests[admission.request_id]
+            promise = promise_of(request)
+            if promise.slo.is_best_effort or admission.reason in _NEVER_SERVED:
+                continue
+            self._demand.observe(
+                promise.slo_class.name,
+                request.request_id,
+                request.arrival_no,
+                request.arrived_at,
+                request.num_prompt_tokens,
+                promise.slo,
+                promise.slo_class.weight,
+            )
+            if admission.action is AdmissionAction.REJECT or admission.is_degraded:
+                self._demand.refuse(request.request_id)
