@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from controller.policy.admission import ADMITTED, QUEUED, screen
-from controller.policy.capacity import make_room, split_running
+from controller.policy.capacity import split_running
 from controller.policy.facts import live_promise
 from controller.policy.kv import BlockLedger
+from controller.policy.preemption import make_room
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
 from engine.step import (

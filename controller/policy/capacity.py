@@ -1,15 +1,14 @@
-"""Room for work: who gives way when KV blocks run out, and who may come in (control.md sections 5
-and 6).
+"""Room for work: who may come in, and when (control.md section 5).
 
-Owns the arithmetic of victims and of expected growth, shared by every policy. Must not predict
-latency or know a deadline beyond the sort key that it is handed.
+Owns the arithmetic of seats, of expected growth and of the streams' room. Must not predict latency
+or know a deadline.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from controller.policy.facts import (
     class_name,
     live_promise,
 )
-from controller.policy.foresight import Newcomer, foresee_starts
+from controller.policy.foresight import End, Newcomer, foresee_starts
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.on_time import Outlook
@@ -38,11 +37,11 @@ from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
 
-# A request preempted this often is spared as long as another victim is left.
-MAX_PREEMPTIONS = 3
 # Newcomers whose start is foreseen one by one.
 _FORESEEN = 32
 _MIDDLE = np.full(_FORESEEN, 0.5)
+# Of those so many who are kept out for others' sake.
+_FORESEEN_KEPT_OUT = 8
 
 
 def split_running(
@@ -54,45 +53,6 @@ def split_running(
     for request in running:
         (decodes if request.is_decoding else prefills).append(request)
     return decodes, prefills
-
-
-def make_room(
-    decodes: Sequence[RequestView],
-    prefills: Sequence[RequestView],
-    ledger: BlockLedger,
-    victim_key: Callable[[RequestView], tuple[float, ...]],
-) -> list[RequestView]:
-    """Choose who is preempted, smallest key first, and reserve one token's blocks for every
-    remaining decode.
-
-    Every decode must get the block of its next token; without decodes at least one prefill must be
-    able to go on. The last one left is never preempted: alone it fits, because admission refused
-    what the pool cannot hold.
-    """
-    if decodes:
-        if ledger.take_next_tokens(decodes):
-            return []
-    elif not prefills or any(ledger.most_tokens(request) for request in prefills):
-        return []
-    victims: list[RequestView] = []
-    staying = list(decodes)
-    for victim in sorted((*decodes, *prefills), key=_sparing(victim_key))[:-1]:
-        ledger.release(victim)
-        victims.append(victim)
-        if victim in staying:
-            staying.remove(victim)
-        if ledger.num_free > 0 and ledger.take_next_tokens(staying):
-            break
-    return victims
-
-
-def _sparing(
-    victim_key: Callable[[RequestView], tuple[float, ...]],
-) -> Callable[[RequestView], tuple[float, ...]]:
-    def key(request: RequestView) -> tuple[float, ...]:
-        return (request.num_preemptions >= MAX_PREEMPTIONS, *victim_key(request))
-
-    return key
 
 
 class Intake:
@@ -212,11 +172,7 @@ class Intake:
             and (room is None or room.can_all_join(joiners))
         ):
             return None
-        # Who is kept out for others' sake keeps nobody from being foreseen.
-        order = np.arange(newcomers.size)
-        if room is not None and room.rents is not None:
-            order = np.array([room.yields(each) for each in joiners]).argsort(kind="stable")
-        near, beyond = order[:_FORESEEN], order[_FORESEEN:]
+        near, beyond = self._foreseen(joiners)
         columns = (
             needed[near].tolist(),
             blocks[near].tolist(),
@@ -230,7 +186,6 @@ class Intake:
             self._seats,
             headroom,
             None if room is None else room.copy(),
-            self._view.block_size,
         )
         delays_s = np.zeros(len(queue))
         delays_s[newcomers[near]] = starts
@@ -239,6 +194,21 @@ class Intake:
             pace = (max(starts) - max(starts[: half + 1])) / (len(starts) - 1 - half)
             delays_s[newcomers[beyond]] = max(starts) + pace * np.arange(1, beyond.size + 1)
         return delays_s[places] * step_s
+
+    def _foreseen(self, joiners: list[Joiner]) -> tuple[IntArray, IntArray]:
+        """Split the places of newcomers into those that are followed one by one and the others.
+
+        Who is kept out for others' sake keeps nobody from being followed; some of them are, too.
+        """
+        room, num = self._room, len(joiners)
+        places = np.arange(num)
+        if room is None or room.rents is None or num <= _FORESEEN:
+            return places[:_FORESEEN], places[_FORESEEN:]
+        yields = np.array([room.yields(each) for each in joiners], dtype=np.bool_)
+        num_kept_out = min(int(yields.sum()), _FORESEEN_KEPT_OUT)
+        first = places[~yields][: _FORESEEN - num_kept_out]
+        near = np.sort(np.concatenate((first, places[yields][: _FORESEEN - first.size])))
+        return near, np.setdiff1d(places, near)
 
     def _joiners(self, queue: PrefillQueue, places: IntArray) -> list[Joiner]:
         """The streams that the requests at those places will be."""
@@ -300,12 +270,14 @@ class Intake:
         share[medians.argsort(kind="stable")] = (np.arange(num) + 0.5) / max(1, num)
         return self._steps_left(running.facts, running.num_output, share)
 
-    def _ends(self) -> list[tuple[float, float]]:
-        """Steps left and expected blocks of everybody running, as a heap."""
+    def _ends(self) -> list[End]:
+        """The ends of everybody running, as a heap."""
         running = self._running
         blocks = self._expected_blocks(running.facts, running.num_output)
         steps = self._running_steps_left()
-        ends = list(zip(steps.tolist(), blocks.tolist(), strict=True))
+        class_no = running.facts[CLASS].astype(np.intp)
+        columns = (steps, blocks, running.num_known, class_no)
+        ends = list(map(End, *(column.tolist() for column in columns)))
         heapq.heapify(ends)
         return ends
 
@@ -336,7 +308,8 @@ class Intake:
         if rents is not None and request.phase is RequestPhase.WAITING and not is_by_end:
             num_output = min(self._lengths.typical(name), request.max_tokens)
             rent = (rents.stream_s + rents.token_s * request.num_prompt_tokens) * num_output
-            rent = math.inf if promise is None else rent / promise.weight
+            if rent > 0.0:
+                rent = math.inf if promise is None else rent / promise.weight
         return Joiner(target_s, num_tokens, rent, self._names.index(name))
 
     def set_aside(self, request: RequestView) -> None:
@@ -357,26 +330,35 @@ class Intake:
         """Whether no seat is left."""
         return self._seats < 1
 
-    def admit(self, request: RequestView, *, has_turn: bool = False) -> bool:
+    def admit(
+        self, request: RequestView, *, has_turn: bool = False, is_elder: bool = False
+    ) -> bool:
         """Take a seat and blocks for all known tokens of a request that wants to start or resume;
         False if there is no room.
 
         With nobody running the reserve and the expectation do not count: a request alone must
         always be able to go on. `is_short` remembers that blocks, not seats, were the obstacle,
-        `is_outpaced` that one stream more would break a token promise. A preempted stream has its
-        place already, and who has its turn by age comes in all the same.
+        `is_outpaced` that one stream more would break a token promise, or take the room of those
+        who are expected. A preempted stream has its place already, and who has its turn by age
+        comes in all the same; who has been overtaken as often as is allowed (`is_elder`) makes room
+        for nobody any more.
         """
         if self._seats < 1:
             return False
-        is_joining = self._room is None or self._room.join(self._joiner(request))
+        headroom = self._count_headroom()
+        blocks = self._needed(request)
+        if blocks > headroom and self._num_running > 0:
+            self.is_short = True
+            return False
+        room, joiner = self._room, self._joiner(request)
+        is_joining = room is None or room.join(joiner._replace(rent=0.0) if is_elder else joiner)
         if not (is_joining or has_turn or request.phase is RequestPhase.PREEMPTED):
             self.is_outpaced = True
             return False
-        headroom = self._count_headroom()
-        blocks = self._needed(request)
-        has_room = blocks <= headroom or self._num_running == 0
-        if not has_room or not self._ledger.take(request, request.num_remaining_tokens):
+        if not self._ledger.take(request, request.num_remaining_tokens):
             self.is_short = True
+            if is_joining and room is not None:
+                room.leave(joiner.num_tokens, joiner.class_no)
             return False
         self._seats -= 1
         self._num_running += 1

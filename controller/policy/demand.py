@@ -25,8 +25,10 @@ _LEAST_SPAN_S = 30.0
 _REMEMBERED_S = 60.0
 _LEAST_REMEMBERED = 64
 _MOST_REMEMBERED = 1024
-# A rate counts over so long at least, however many come at once.
-_SHORTEST_S = 0.1
+# Where those are too many for a minute they count over so long at least.
+_SHORTEST_S = 10.0
+# After a silence of so many usual gaps a class is expected less often.
+_MOST_SILENT = 3.0
 
 
 class Expected(NamedTuple):
@@ -82,20 +84,24 @@ class _ClassDemand:
         return num >= _LEAST_REMEMBERED and self.recent[0].at < at - _REMEMBERED_S
 
     def rate(self, now: float, since: float) -> float:
-        """Return arrivals per second, of a count that began at `since`: over all that is
-        remembered, or over the last minute, whichever is more. A class that comes again after a
-        pause, or for the first time, is not thinned out by it.
+        """Return arrivals per second, of a count that began at `since`: of the last 64, or of the
+        last minute, whichever is more, so that a class which comes again after a pause, or for the
+        first time, is not thinned out by it; and less the longer nobody comes.
         """
-        num = len(self.recent)
-        # Once somebody is forgotten the eldest that is left begins what is known.
-        span_s = now - (self.recent[0].at if self.forgotten_no else since)
-        if num < _MOST_REMEMBERED:
-            span_s = max(span_s, _LEAST_SPAN_S)
         if self.arrived_at is None:
             self.arrived_at = np.sort([each.at for each in self.recent])
-        num_lately = num - int(self.arrived_at.searchsorted(now - _REMEMBERED_S))
+        arrived_at, num = self.arrived_at, len(self.recent)
+        num_last = min(num, _LEAST_REMEMBERED)
+        # Where more are known or forgotten the eldest of them begins the count.
+        is_cut = num_last < num or self.forgotten_no > 0
+        last_s = now - (float(arrived_at[-num_last]) if is_cut else since)
+        num_lately = num - int(arrived_at.searchsorted(now - _REMEMBERED_S))
         lately_s = min(max(now - since, _LEAST_SPAN_S), _REMEMBERED_S)
-        return max(num / max(span_s, _SHORTEST_S), num_lately / lately_s)
+        if num == _MOST_REMEMBERED:
+            lately_s = min(lately_s, max(now - float(arrived_at[0]), _SHORTEST_S))
+        rate = max(num_last / max(last_s, _LEAST_SPAN_S), num_lately / lately_s)
+        silent_s = max(now - float(arrived_at[-1]), 1e-3)
+        return min(rate, _MOST_SILENT / silent_s)
 
     def means(self) -> tuple[float, float, float, float]:
         """Return mean prompt tokens, median TTFT and TPOT targets and the share of prompt tokens
@@ -135,8 +141,10 @@ class Demand:
         weight: float,
     ) -> None:
         """Remember an arrival; one that is known, or was, teaches nothing."""
-        found = self._classes.setdefault(class_name, _ClassDemand())
-        if request_id in found.by_id or arrival_no <= found.forgotten_no:
+        found = self._classes.get(class_name)
+        if found is None:
+            found = self._classes[class_name] = _ClassDemand()
+        elif request_id in found.by_id or arrival_no <= found.forgotten_no:
             return
         if self._since is None:
             self._since = at

@@ -27,17 +27,27 @@ class Newcomer(NamedTuple):
     holds_back: bool
 
 
+class End(NamedTuple):
+    """When somebody who runs is expected to end, in steps; the blocks that come free then, the
+    tokens that leave the step, and the number of its class.
+    """
+
+    num_steps: float
+    blocks: float
+    num_tokens: float
+    class_no: int
+
+
 def foresee_starts(
     newcomers: Sequence[Newcomer],
-    ends: list[tuple[float, float]],
+    ends: list[End],
     seats: int,
     headroom: float,
     room: StreamRoom | None,
-    block_size: int,
 ) -> list[float]:
     """Return after how many steps each of the newcomers, in serving order, starts.
 
-    `ends` is a heap of (steps left, blocks of `block_size` tokens) of those who run; it is used up.
+    `ends` is a heap of those who run; it is used up.
     Whoever does not fit lets smaller ones by, as a step's plan does. What nobody's end makes
     possible starts with the last.
     """
@@ -58,16 +68,18 @@ def foresee_starts(
             starts[k] = now
             seats -= 1
             headroom -= who.needed
-            heapq.heappush(ends, (now + who.num_steps, who.blocks))
+            stream = who.stream
+            end = End(now + who.num_steps, who.blocks, stream.num_tokens, stream.class_no)
+            heapq.heappush(ends, end)
         pending = blocked
         if not ends:
             break
         # Whoever ends makes room; nobody looks before it can suffice.
-        now, freed = heapq.heappop(ends)
+        now, freed, num_tokens, class_no = heapq.heappop(ends)
         seats += 1
         headroom += freed
         if room is not None:
-            room.leave(freed * block_size)
+            room.leave(num_tokens, class_no)
     for k in pending:
         starts[k] = now
     return starts

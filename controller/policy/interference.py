@@ -14,8 +14,11 @@ from controller.policy.ordering import BoolArray
 from costmodel.features import FloatArray
 
 # Whoever is refused for the sake of arrivals that then do not come is lost for nothing: those who
-# are expected count half as much as those who are there.
+# are expected count half as much as those who are there, and as far as such were served. One that
+# costs so many times as much is worth less than they are even if some do not come, and those who
+# were refused may have been refused for its like: it counts them in full.
 _WEIGHT_OF_EXPECTED = 0.5
+_CHEAPER = 4.0
 
 
 def overtaken_s(
@@ -35,8 +38,9 @@ def overtaken_s(
     those pass a request with L seconds left that come while it waits and within L - pace·T_j: they
     are due before it. So it is done at the least f = done + Σ s_j min(f, L - pace·T_j), as in the
     response time of a task under tasks of higher priority. Only classes whose tokens per weight are
-    no more than its own count: the others are dropped for its sake, not it for theirs. Who is not
-    `is_passable` (n,) goes first whenever it is due.
+    no more than its own count: the others are dropped for its sake, not it for theirs. A share is
+    halved, and only what was served of it counts, unless the tokens are four times fewer. Who is
+    not `is_passable` (n,) goes first whenever it is due.
     """
     ttft_s = pace * expected.ttft_s
     is_open = is_passable & (left_s < np.inf) & (done_s > least(ttft_s)) & (done_s < left_s)
@@ -46,10 +50,11 @@ def overtaken_s(
     # The latest targets first: those are the classes with the least time to pass somebody.
     order = (-ttft_s).argsort(kind="stable")
     order = order[ttft_s[order] < np.inf]
-    num_tokens = expected.rate * expected.share_served * expected.num_prompt
-    share = _WEIGHT_OF_EXPECTED * (num_tokens * token_s)[order]
+    share = (expected.rate * expected.num_prompt * token_s)[order]
+    likely = _WEIGHT_OF_EXPECTED * share * expected.share_served[order]
     class_cost = (expected.num_prompt / expected.weight)[order]
-    shares = np.where(class_cost <= cost[who, None], share, 0.0)
+    shares = np.where(class_cost <= cost[who, None], likely, 0.0)
+    shares = np.where(_CHEAPER * class_cost <= cost[who, None], share, shares)
     windows_s = np.maximum(left_s[who, None] - ttft_s[order], 0.0)
     # Piecewise straight in f: beyond a window its class has passed as a whole, before it goes on.
     passed_s = done_s[who].copy()

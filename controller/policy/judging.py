@@ -48,16 +48,18 @@ from engine.step import Admission
 class Judged(NamedTuple):
     """The queue in its serving order without those that are refused; arrays of shape (n,).
 
-    `head` is the work that `curve` was predicted for. `predicted_ttft_s` counts from arrival.
-    `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the most prompt tokens
-    that a step may hold; `own_tokens` of them are worth steps that streams bank for (0: every step
-    may as well hold some). `unhurried` is what a step computes while nobody is in a hurry
-    (`haste.py`). `verdicts` holds what was decided about requests that are refused or
+    `is_kept_out` marks those that may not start for the sake of streams that are expected: they are
+    no work of this step. `head` is the work that `curve` was predicted for. `predicted_ttft_s`
+    counts from arrival. `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the
+    most prompt tokens that a step may hold; `own_tokens` of them are worth steps that streams bank
+    for (0: every step may as well hold some). `unhurried` is what a step computes while nobody is
+    in a hurry (`haste.py`). `verdicts` holds what was decided about requests that are refused or
     degraded, by id; `new` are the indices of those who have heard nothing yet.
     """
 
     queue: PrefillQueue
     is_relegated: BoolArray
+    is_kept_out: BoolArray
     predicted_ttft_s: FloatArray
     lower_tokens: int
     head: PrefillLoad
@@ -66,6 +68,15 @@ class Judged(NamedTuple):
     unhurried: int | None
     verdicts: dict[str, Admission]
     new: list[int]
+
+    def work(self, now: float) -> tuple[FloatArray, FloatArray]:
+        """Return the tokens left of everybody who may compute some, and the seconds to their
+        deadlines (`left_s`).
+        """
+        remaining, left_s = self.queue.remaining, self.left_s(now)
+        if not self.is_kept_out.any():
+            return remaining, left_s
+        return remaining[~self.is_kept_out], left_s[~self.is_kept_out]
 
     def left_s(self, now: float) -> FloatArray:
         """Return the seconds to each first-token deadline that can be met, +inf without one."""
@@ -175,21 +186,25 @@ def judge_queue(
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then. Nor before a backlog that whoever comes next would find undone.
-    is_free = delays_s is None or not (delays_s[~intake.yielding(queue)[possible]] > 0.0).any()
-    if not own_tokens and is_free and intake.is_roomy(len(queue)):
+    is_kept_out = intake.yielding(queue)
+    is_here = ~is_kept_out
+    is_free = delays_s is None or not (delays_s[is_here[possible]] > 0.0).any()
+    if not own_tokens and is_free and is_here.any() and intake.is_roomy(len(queue)):
         aims_s = first_aims_s(queue, config)
-        if float(work_s.sum()) <= config.patience_backlog * least(aims_s):
+        if float(work_s[is_here].sum()) <= config.patience_backlog * least(aims_s[is_here]):
             aim_s = queue.arrived_at - now + aims_s
             unhurried = unhurried_tokens(
                 curve,
-                queue.remaining,
-                np.where(is_late, math.inf, left_s),
-                aim_s,
+                queue.remaining[is_here],
+                np.where(is_late, math.inf, left_s)[is_here],
+                aim_s[is_here],
                 pacing,
                 config,
             )
             if unhurried is not None:
-                done_s = unhurried_s(curve, unhurried, queue.remaining, done_s, aim_s)
+                done_s[is_here] = unhurried_s(
+                    curve, unhurried, queue.remaining[is_here], done_s[is_here], aim_s[is_here]
+                )
     ttft_s = now + done_s - queue.arrived_at
     if has_late:
         is_idle = not view.running and not view.preempted and len(queue) == 1
@@ -216,19 +231,35 @@ def judge_queue(
     is_ordered = unhurried is None and not own_tokens
     if is_ordered and len(queue) > 1 and least(queue.weight) < greatest(queue.weight):
         # Who waits for a seat or blocks is left where it is: the order decides who gets them.
-        is_here = ~is_late
+        is_now = ~is_late
         if delays_s is not None:
-            is_here[possible] &= delays_s <= 0.0
+            is_now[possible] &= delays_s <= 0.0
         if places is None:
             places = np.arange(len(queue))
         is_movable = queue.period_s >= pacing.period_s
-        later_s = _put_heavier_first(queue, places, is_here, work_s, left_s - done_s, is_movable)
+        later_s = _put_heavier_first(queue, places, is_now, work_s, left_s - done_s, is_movable)
         ttft_s += later_s
     if places is not None:
         queue, is_late, ttft_s = queue.take(places), is_late[places], ttft_s[places]
+        is_kept_out = is_kept_out[places]
         left_s = np.where(is_late, math.inf, queue.deadline_at - now)
-    lower = demanded_tokens(curve, queue.remaining, left_s)
-    return Judged(queue, is_late, ttft_s, lower, head, curve, own_tokens, unhurried, verdicts, new)
+    is_here = ~is_kept_out
+    lower = 0
+    if is_here.any():
+        lower = demanded_tokens(curve, queue.remaining[is_here], left_s[is_here])
+    return Judged(
+        queue,
+        is_late,
+        is_kept_out,
+        ttft_s,
+        lower,
+        head,
+        curve,
+        own_tokens,
+        unhurried,
+        verdicts,
+        new,
+    )
 
 
 def _put_heavier_first(

@@ -23,7 +23,7 @@ from controller.policy.budget import (
     settle_tokens,
     step_seconds,
 )
-from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.capacity import Intake, split_running
 from controller.policy.demand import Demand, Expected
 from controller.policy.facts import ClassNames, FactReader, RunningTable, live_promise
 from controller.policy.haste import wanted_tokens
@@ -31,7 +31,7 @@ from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing, pace_decodes
-from controller.policy.preemption import choose_methods
+from controller.policy.preemption import choose_methods, make_room
 from controller.policy.seating import Seated, seat
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
@@ -281,15 +281,16 @@ class SloPlanner:
                 return self._held_by_streams(lower, pacing)
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
-        backlog = int(judged.queue.remaining.sum())
+        remaining, left_s = judged.work(view.now)
+        backlog = int(remaining.sum())
         if judged.own_tokens:
             # What was banked for is taken as a whole.
             return Budget(upper, lower, upper, "decode_slack")
         wanted = wanted_tokens(
             judged.unhurried,
             curve,
-            judged.queue.remaining,
-            judged.left_s(view.now),
+            remaining,
+            left_s,
             lower,
             upper,
             config,

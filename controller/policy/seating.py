@@ -72,8 +72,8 @@ def seat(
     started = is_started.nonzero()[0].tolist()
     unstarted = (~is_started).nonzero()[0]
     # Who is kept out for others' sake uses up nobody's try.
-    is_yielding = intake.yielding(queue)
-    tried = unstarted[~is_yielding[unstarted]][:_MOST_TRIED].tolist()
+    is_kept_out = judged.is_kept_out
+    tried = unstarted[~is_kept_out[unstarted]][:_MOST_TRIED].tolist()
     if due is not None and is_turn:
         group = started if is_started[due] else tried
         group[:] = [due, *(i for i in group if i != due)]
@@ -107,7 +107,8 @@ def seat(
         while i not in amounts and not intake.is_full:
             first = elders.first_before(i)
             request = queue.at(first)
-            if not intake.admit(request, has_turn=has_turn and first == i):
+            is_elder = first != i
+            if not intake.admit(request, has_turn=has_turn and not is_elder, is_elder=is_elder):
                 break
             elders.start(first)
             rank[first] = (-1 if has_turn else i, int(first == i), len(rank))
@@ -125,5 +126,5 @@ def seat(
         ),
         is_turn=is_turn and bool(order) and (order[0] == due or rank[order[0]][0] < 0),
         is_short_of_blocks=intake.is_short,
-        is_outpaced=intake.is_outpaced or bool(is_yielding.any()),
+        is_outpaced=intake.is_outpaced or (bool(is_kept_out.any()) and not intake.is_full),
     )

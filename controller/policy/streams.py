@@ -74,16 +74,17 @@ class Rents(NamedTuple):
 
     def of(self, num_prompt: FloatArray, num_output: FloatArray, weight: FloatArray) -> FloatArray:
         """Return the rent per weight of streams behind prompts of so many tokens (n,), for answers
-        of `num_output` tokens (n,); +inf for weight 0.
+        of `num_output` tokens (n,); +inf for weight 0, 0 where there is no answer.
         """
         rent = (self.stream_s + self.token_s * num_prompt) * num_output
-        each: FloatArray = np.full(rent.size, math.inf)
+        each: FloatArray = np.where(rent > 0.0, math.inf, 0.0)
         np.divide(rent, weight, out=each, where=weight > 0.0)
         return each
 
     def limit_s(self, who: Joiner, num_came: dict[int, int]) -> float:
         """Return how long a step of decodes alone may be with that stream; +inf if it makes room
-        for nobody. `num_came` of each class have joined since the guards were counted.
+        for nobody. `num_came` of each class have joined since the guards were counted, less those
+        that have ended.
         """
         pace_s, missing_s = math.inf, 0.0
         for guard in self.guards:
@@ -271,10 +272,14 @@ class StreamRoom:
         self._num_came[who.class_no] = self._num_came.get(who.class_no, 0) + 1
         return True
 
-    def leave(self, num_tokens: float = 0.0) -> None:
-        """Count one stream less, and its tokens: somebody is expected to have ended."""
+    def leave(self, num_tokens: float, class_no: int) -> None:
+        """Count one stream of that class less, and its known tokens: somebody is expected to have
+        ended.
+        """
         self._num_joined -= 1
         self._num_tokens -= num_tokens
+        # Whoever ends of those who are expected will be missing.
+        self._num_came[class_no] = self._num_came.get(class_no, 0) - 1
 
     @property
     def _is_first(self) -> bool:

@@ -32,16 +32,17 @@ class ArrivalFeed:
         for admission in verdicts:
             request = requests[admission.request_id]
             promise = promise_of(request)
-            if promise.slo.is_best_effort or admission.reason in _NEVER_SERVED:
+            if promise.slo.is_best_effort:
                 continue
-            self._demand.observe(
-                promise.slo_class.name,
-                request.request_id,
-                request.arrival_no,
-                request.arrived_at,
-                request.num_prompt_tokens,
-                promise.slo,
-                promise.slo_class.weight,
-            )
+            if admission.reason not in _NEVER_SERVED:
+                self._demand.observe(
+                    promise.slo_class.name,
+                    request.request_id,
+                    request.arrival_no,
+                    request.arrived_at,
+                    request.num_prompt_tokens,
+                    promise.slo,
+                    promise.slo_class.weight,
+                )
             if admission.action is AdmissionAction.REJECT or admission.is_degraded:
                 self._demand.refuse(request.request_id)

@@ -77,3 +77,33 @@ def test_best_effort_is_expected_of_nobody() -> None:
     demand = Demand()
     tell(ArrivalFeed(demand), (request("a", 1, Slo()), verdict("a", AdmissionAction.WAIT)))
     assert demand.expected(1.0) is None
+
+
+@pytest.mark.parametrize("reason", ["context_length", "kv_never_fits", "ttft_unreachable"])
+def test_who_can_never_be_served_is_nobodys_burden(reason: str) -> None:
+    demand = Demand()
+    feed = ArrivalFeed(demand)
+    a, b = request("a", 1), request("b", 9)
+    tell(feed, (a, verdict("a", AdmissionAction.WAIT)))
+    tell(feed, (b, Admission("b", AdmissionAction.REJECT, reason)))
+    assert expected_of(demand).num_prompt[0] == 10.0
+    # But who was expected to be served until then is not any more.
+    tell(feed, (a, Admission("a", AdmissionAction.REJECT, reason)))
+    assert expected_of(demand).share_served[0] == 0.0
+
+
+def test_the_order_of_verdicts_does_not_matter() -> None:
+    demand = Demand()
+    feed = ArrivalFeed(demand)
+    crowd = [request(f"r{no}", no) for no in range(1, 201)]
+    late, early = crowd[100:], crowd[:100]
+    for each in crowd:
+        each.arrived_at = 100.0 * each.arrival_no
+    # Refusals come first in a plan, and those arrived last.
+    verdicts = [
+        (each, Admission(each.request_id, AdmissionAction.REJECT, "overloaded")) for each in late
+    ]
+    verdicts += [(each, verdict(each.request_id, AdmissionAction.WAIT)) for each in early]
+    tell(feed, *verdicts)
+    assert expected_of(demand).share_served[0] == 0.0
+    assert expected_of(demand).num_prompt[0] == pytest.approx(10 * sum(range(137, 201)) / 64)

@@ -86,3 +86,9 @@ def test_on_a_machine_that_jumps_the_past_counts_on_top() -> None:
     token_s = own_past(Model()).token_s(np.array([0.0, 20_000.0]), 0.2, 10.0)
     assert token_s is not None
     assert token_s[1] > token_s[0] + 1.9e-4
+
+
+def test_a_model_that_says_nothing_of_short_prompts_is_not_divided_by() -> None:
+    nothing = LinearCostModel((0.0, 0.0, 0.0, 1e-8, 0.0), 0.0, margin=0.0)
+    own = own_past(nothing)
+    assert weighed(own, [100.0, 80_000.0], [0.0, 0.0]).tolist() == [100.0, 80_000.0]

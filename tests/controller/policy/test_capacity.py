@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controller.policy.capacity import Intake, make_room, split_running
+from controller.policy.capacity import Intake, split_running
 from controller.policy.facts import TTFT_S, ClassNames, FactReader
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
+from controller.policy.preemption import make_room
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import Slo
 from engine.ports import RequestView

@@ -34,12 +34,23 @@ def test_the_first_arrivals_are_no_rate_yet() -> None:
     assert expected_of(demand, 0.1).rate.tolist() == [pytest.approx(2 / 30)]
 
 
-def test_rates_fall_while_nobody_comes() -> None:
+@pytest.mark.parametrize("num", [60, 1000])
+def test_rates_fall_while_nobody_comes(num: int) -> None:
     demand = Demand()
-    for no in range(1, 61):
-        arrive(demand, no, no * 1.0)
-    assert expected_of(demand, 61.0).rate[0] == pytest.approx(1.0)
-    assert expected_of(demand, 601.0).rate[0] == pytest.approx(0.1)
+    for no in range(1, num + 1):
+        arrive(demand, no, no * 60.0 / num)
+    assert expected_of(demand, 60.0).rate[0] == pytest.approx(num / 60, rel=0.02)
+    # However many they were: three in as long a silence at the most.
+    assert expected_of(demand, 660.0).rate[0] == pytest.approx(3 / 600)
+    assert expected_of(demand, 36_060.0).rate[0] == pytest.approx(3 / 36_000)
+
+
+def test_a_class_that_comes_again_is_expected_at_once() -> None:
+    demand = Demand()
+    arrive(demand, 1, 0.0)
+    for no in range(2, 62):
+        arrive(demand, no, 3600.0 + no * 0.5)
+    assert expected_of(demand, 3631.0).rate[0] == pytest.approx(1.0)
 
 
 def test_of_those_who_come_seldom_the_last_64_count() -> None:
@@ -64,7 +75,7 @@ def test_a_burst_is_no_rate() -> None:
     demand = Demand()
     arrive(demand, 1, 0.0)
     for no in range(2, 202):
-        arrive(demand, no, 59.0)
+        arrive(demand, no, 59.5)
     # 201 in a minute, not 200 in a second.
     assert expected_of(demand, 60.0).rate[0] == pytest.approx(201 / 60)
 
@@ -73,11 +84,8 @@ def test_what_is_remembered_is_bounded() -> None:
     demand = Demand()
     for no in range(1, 5001):
         arrive(demand, no, no * 0.001)
-    assert expected_of(demand, 5.0).rate[0] == pytest.approx(1000.0, rel=0.01)
-    # All at once, however many: no rate beyond those of a tenth of a second.
-    for no in range(5001, 8001):
-        arrive(demand, no, 5.0)
-    assert expected_of(demand, 5.0).rate[0] == pytest.approx(10_240.0)
+    # A thousand a second, of which as many are remembered: they count over ten seconds.
+    assert expected_of(demand, 5.0).rate[0] == pytest.approx(102.4)
 
 
 def test_sizes_are_means_and_targets_medians() -> None:

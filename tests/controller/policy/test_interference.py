@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.policy import interference
 from controller.policy.demand import Expected
 from controller.policy.interference import overtaken_s
 from costmodel.features import FloatArray
@@ -21,11 +20,6 @@ def expected(*classes: tuple[float, float, float]) -> Expected:
     ones = np.ones(len(classes))
     names = tuple(f"c{i}" for i in range(len(classes)))
     return Expected(names, rate, num_prompt, ttft_s, ones, ones, ones)
-
-
-@pytest.fixture(autouse=True)
-def _as_if_they_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interference, "_WEIGHT_OF_EXPECTED", 1.0)
 
 
 def passed(
@@ -76,7 +70,7 @@ def test_who_goes_first_whenever_it_is_due_is_passed_by_nobody() -> None:
 def test_dearer_arrivals_are_dropped_for_its_sake() -> None:
     who = expected((5.0, 100.0, 1.0))
     assert passed(who, 10.0, 60.0, cost=99.0) == 10.0
-    assert passed(who, 10.0, 60.0, cost=100.0) == pytest.approx(20.0)
+    assert passed(who, 10.0, 60.0, cost=100.0) > 10.0
 
 
 def test_more_than_the_machine_can_do_passes_until_it_would_be_due_later() -> None:
@@ -89,17 +83,21 @@ def test_classes_without_a_first_token_target_pass_nobody() -> None:
     assert passed(expected((50.0, 100.0, INF)), 10.0, 60.0) == 10.0
 
 
-def test_those_who_were_refused_lately_are_not_expected_to_be_served() -> None:
-    who = expected((5.0, 100.0, 1.0))
-    who = who._replace(share_served=np.array([0.5]))
-    assert passed(who, 9.0, 60.0) == pytest.approx(12.0)
+def test_of_its_like_half_of_those_count_that_were_served() -> None:
+    who = expected((5.0, 100.0, 1.0))._replace(share_served=np.array([0.8]))
+    # A fifth of the machine.
+    assert passed(who, 8.0, 60.0, cost=399.0) == pytest.approx(10.0)
 
 
-def test_one_that_is_expected_counts_less_than_one_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    assert passed(expected((5.0, 100.0, 1.0)), 15.0, 60.0) == pytest.approx(20.0)
+def test_what_costs_four_times_as_much_counts_them_in_full() -> None:
+    who = expected((5.0, 100.0, 1.0))._replace(share_served=np.array([0.1]))
+    assert passed(who, 10.0, 60.0, cost=400.0) == pytest.approx(20.0)
+
+
+def test_weights_make_them_cheaper() -> None:
+    who = expected((5.0, 100.0, 1.0))._replace(weight=np.array([2.0]))
+    assert passed(who, 10.0, 60.0, cost=49.0) == 10.0
+    assert passed(who, 10.0, 60.0, cost=200.0) == pytest.approx(20.0)
 
 
 shares = st.lists(

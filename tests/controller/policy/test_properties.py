@@ -83,7 +83,7 @@ configs = st.builds(
 def demands(draw: st.DrawFn) -> Demand:
     """Arrivals of any rate and size, some refused."""
     demand = Demand()
-    for no in range(draw(st.integers(0, 12))):
+    for no in range(1, 1 + draw(st.integers(0, 12))):
         slo, of = draw(slos), draw(classes)
         if slo.is_best_effort:
             continue

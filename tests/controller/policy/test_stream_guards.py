@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from costmodel.base import LatencyEstimate
 from costmodel.features import FloatArray
 from engine.ports import RequestView
 from engine.request import Request, RequestPhase
+from engine.step import StepPlan
 from tests.controller.policy.doubles import (
     LinearCostModel,
     decode,
@@ -48,20 +50,21 @@ def expected(
 
 def intake_of(
     who: Expected | None,
-    newcomers: list[RequestView],
-    running: list[RequestView] | None = None,
+    newcomers: Sequence[RequestView],
+    running: Sequence[RequestView] = (),
     model: LinearCostModel = MODEL,
     num_output: int = 100,
+    num_blocks: int = 100_000,
 ) -> tuple[Intake, PrefillQueue, StreamRoom]:
     """Return the intake beside those who run, the queue of the newcomers, and the room."""
     names = ClassNames()
-    facts = FactReader(names).read(newcomers)
-    streams = running or []
+    facts = FactReader(names).read(list(newcomers))
+    streams = list(running)
     table = RunningTable(streams, len(streams), FactReader(names).read(streams))
     room = StreamRoom.of(table, newcomers, 64, CONFIG, model)
     if who is not None:
         room.make_room(who, table, facts, names, lambda _: num_output, CONFIG, model)
-    view = view_of(running=streams, waiting=newcomers, num_blocks=100_000, max_model_len=131_072)
+    view = view_of(running=streams, waiting=newcomers, num_blocks=num_blocks, max_model_len=131_072)
     lengths = OutputLengths()
     for name in ("chat", "batch", ""):
         lengths.observe(name, num_output)
@@ -277,3 +280,105 @@ def test_best_effort_that_is_old_gets_its_turn_all_the_same() -> None:
         for step_no in range(1, CONFIG.turn_period + 1)
     ]
     assert max(tokens) > 0
+
+
+def test_hours_later_nobody_waits_for_who_came_once() -> None:
+    planner = SloPlanner(CONFIG, MODEL, OutputLengths(default=16), demand=demand(1000))
+    stream = decode("s", slo=Slo(tpot_s=0.9), of=BATCH)
+    tokens = []
+    for minutes in (0.0, 30.0):
+        now = 1001.0 + 60.0 * minutes
+        stream.last_token_at = now
+        view = view_of(
+            now=now,
+            running=[stream],
+            waiting=[batch("b", 60_000, at=now)],
+            num_blocks=10_000,
+            max_model_len=131_072,
+        )
+        tokens.append(planner.plan(view).num_prefill_tokens)
+    assert tokens[0] == 0
+    assert tokens[1] > 0
+
+
+def test_who_is_kept_out_is_no_work_that_others_must_hurry_for() -> None:
+    def plan(*crowd: Request) -> StepPlan:
+        planner = SloPlanner(CONFIG, MODEL, OutputLengths(default=16), demand=demand())
+        streams = [decode(f"s{i}", slo=Slo(tpot_s=0.9), of=BATCH, last_at=60.0) for i in range(2)]
+        return planner.plan(
+            view_of(
+                now=60.0,
+                running=streams,
+                waiting=crowd,
+                num_blocks=10_000,
+                max_model_len=131_072,
+            )
+        )
+
+    new = waiting("c", 3000, at=60.0, slo=Slo(ttft_s=2.0, tpot_s=0.1), of=CHAT)
+    alone = plan(new).decision
+    assert alone is not None
+    for other in (batch("b", 60_000, at=59.0), waiting("free", 60_000, at=59.0)):
+        beside = plan(other, new).decision
+        assert beside is not None
+        assert beside.token_budget == alone.token_budget
+        assert beside.lower_bound_tokens == alone.lower_bound_tokens
+
+
+def test_who_has_been_overtaken_as_often_as_is_allowed_makes_room_for_nobody() -> None:
+    elder, later = batch("b", 60_000, at=59.0), batch("later", 100, at=59.5)
+    elder.arrival_no = 1
+
+    def started(later_no: int) -> set[str]:
+        planner = SloPlanner(CONFIG, MODEL, OutputLengths(default=16), demand=demand())
+        later.arrival_no = later_no
+        view = view_of(
+            now=60.0,
+            running=[decode("s", slo=Slo(tpot_s=0.9), of=BATCH, last_at=60.0)],
+            waiting=[elder, later],
+            num_blocks=10_000,
+            max_model_len=131_072,
+        )
+        return {work.request_id for work in planner.plan(view).work} - {"s"}
+
+    assert started(61) == {"later"}
+    assert "b" in started(71)
+
+
+def test_who_finds_no_blocks_takes_no_room() -> None:
+    long, new = batch("b", 47_000), chat("c")
+    streams = [decode("s", slo=Slo(tpot_s=0.1), of=CHAT, num_prompt=100)]
+    intake, _, _ = intake_of(None, [long, new], streams, num_blocks=2000)
+    assert not intake.admit(long)
+    assert intake.is_short
+    assert intake.admit(new)
+
+
+def test_who_ends_will_be_missing_again() -> None:
+    chats = [decode(f"c{i}", slo=Slo(tpot_s=0.2), of=CHAT, num_prompt=10) for i in range(8)]
+    intake, queue, room = intake_of(
+        expected(rate=0.8, num_prompt=10.0, tpot_s=0.1), [batch("b", 41_000)], chats
+    )
+    (joiner,) = intake._joiners(queue, np.arange(1))
+    assert room.yields(joiner), "0.1001 s"
+    for each in chats[1:]:
+        room.leave(each.num_known_tokens, 1)
+    # 0.0931 s, but seven that are missing now take 7 ms.
+    assert room.yields(joiner)
+    assert not room.yields(joiner._replace(num_tokens=40_000.0))
+
+
+def test_behind_many_who_join_at_once_the_others_wait() -> None:
+    crowd = [chat(f"c{i}", 10) for i in range(34)]
+    whales = [batch(f"b{i}", 60_000) for i in range(12)]
+    streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=100)]
+    intake, queue, _ = intake_of(expected(rate=1.0, num_prompt=10.0), [*crowd, *whales], streams)
+    delays_s = intake.start_delays_s(queue, np.arange(46), 0.1)
+    assert delays_s is not None
+    is_whale = intake.yielding(queue)
+    assert is_whale.sum() == 12
+    assert (delays_s[is_whale] > 0.0).all()
+
+
+def test_scoring_streams_nothing_and_costs_nobody_a_pace() -> None:
+    assert joins(expected(), waiting("score", 60_000, max_tokens=0))

@@ -43,7 +43,7 @@ def test_streams_join_until_the_tightest_pace_is_reached() -> None:
     door = room(streams, queue)
     # One runs at 0.11 s; three more make 0.14 s.
     assert [door.join(Joiner(math.inf)) for _ in queue] == [True] * 3 + [False] * 6
-    door.leave()
+    door.leave(32.0, 0)
     assert door.join(Joiner(math.inf))
 
 
@@ -97,9 +97,19 @@ def test_who_joins_counts_with_its_own_context_not_with_that_of_another() -> Non
     door = StreamRoom.of(table_of(streams), queue, 64, CONFIG, model)
     assert not door.join(Joiner(math.inf, 100_000.0))
     assert door.join(Joiner(math.inf, 100.0))
-    door = StreamRoom.of(table_of(streams), queue, 64, CONFIG, model)
-    door.leave(60_000.0)
-    assert door.join(Joiner(math.inf, 100_000.0)), "60,000 tokens have gone"
+
+
+@pytest.mark.parametrize(("num_gone", "may_join"), [(10.0, False), (60_000.0, True)])
+def test_who_leaves_takes_its_context_along(num_gone: float, may_join: bool) -> None:
+    model = LinearCostModel((0.0, 0.0, 1e-6, 0.0, 0.0), 0.05, margin=0.0)
+    streams = [
+        decode("long", slo=Slo(tpot_s=0.12), num_prompt=60_000),
+        decode("s", slo=Slo(tpot_s=0.12), num_prompt=10),
+    ]
+    door = StreamRoom.of(table_of(streams), [waiting("new", 50_000)], 64, CONFIG, model)
+    door.leave(num_gone, 0)
+    # 0.05 s and 0.05 of its own, beside the 60 ms of the long one or without.
+    assert door.join(Joiner(math.inf, 50_000.0)) == may_join
 
 
 def test_the_plan_says_that_pace_kept_somebody_out() -> None:
