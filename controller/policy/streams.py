@@ -108,7 +108,8 @@ class StreamRoom:
 
     Without this bound a burst is admitted as a whole, for its prompts are cheap, and then nobody
     keeps a pace. `step_s[k]` is that mean with the first k newcomers, who have `known[k]` tokens in
-    all; others may join than those, and a token more or less is `token_s`. `period_s` is the
+    all; others may join than those, and a token more or less is `token_s`, a stream less than run
+    now `stream_s`. `period_s` is the
     tightest paced promise among those who run. A stream that cannot keep its promise any more
     protects nobody.
 
@@ -125,6 +126,7 @@ class StreamRoom:
         "_num_tokens",
         "_period_s",
         "_step_s",
+        "_stream_s",
         "_token_s",
         "rents",
     )
@@ -134,12 +136,14 @@ class StreamRoom:
         step_s: Sequence[float],
         known: Sequence[float],
         token_s: float,
+        stream_s: float,
         period_s: float,
         num_running: int,
     ) -> None:
         self._step_s = step_s
         self._known = known
         self._token_s = token_s
+        self._stream_s = stream_s
         self._period_s = period_s
         self._num_running = num_running
         self._num_joined = 0
@@ -161,19 +165,22 @@ class StreamRoom:
         before = float(running.num_known.sum())
         more = [float(request.num_known_tokens) for request in newcomers[: max(0, most)]]
         known = list(itertools.accumulate(more, initial=0.0))
-        rows = np.zeros((len(known) + 1, NUM_FEATURES))
-        rows[:-1, 1] = range(num_running, num_running + len(known))
-        rows[:-1, 2] = known
-        rows[-1] = rows[-2]
-        rows[-1, 2] += _PROBED_TOKENS
+        rows = np.zeros((len(known) + 2, NUM_FEATURES))
+        rows[:-2, 1] = range(num_running, num_running + len(known))
+        rows[:-2, 2] = known
+        # One more token of context, and one more stream.
+        rows[-2:] = rows[-3]
+        rows[-2, 2] += _PROBED_TOKENS
+        rows[-1, 1] += 1.0
         rows[:, 2] += before
-        mean_s = np.maximum.accumulate(made_safe(cost_model.predict(rows).mean_s))
-        token_s = float(mean_s[-1] - mean_s[-2]) / _PROBED_TOKENS
-        step_s = mean_s[:-1].tolist()
+        mean_s = made_safe(cost_model.predict(rows).mean_s)
+        token_s = max(0.0, float(mean_s[-2] - mean_s[-3])) / _PROBED_TOKENS
+        stream_s = max(0.0, float(mean_s[-1] - mean_s[-3]))
+        step_s = np.maximum.accumulate(mean_s[:-2]).tolist()
         targets = config.pace * running.facts[TPOT_S]
         targets = targets[targets >= step_s[0]]
         period_s = least(targets) if targets.size else math.inf
-        return cls(step_s, known, token_s, period_s, num_running)
+        return cls(step_s, known, token_s, stream_s, period_s, num_running)
 
     def make_room(
         self,
@@ -234,7 +241,12 @@ class StreamRoom:
     def copy(self) -> StreamRoom:
         """Return an independent count, to try things out."""
         twin = StreamRoom(
-            self._step_s, self._known, self._token_s, self._period_s, self._num_running
+            self._step_s,
+            self._known,
+            self._token_s,
+            self._stream_s,
+            self._period_s,
+            self._num_running,
         )
         twin.rents = self.rents
         twin._num_joined, twin._num_tokens = self._num_joined, self._num_tokens
@@ -289,4 +301,5 @@ class StreamRoom:
         """Return the mean of a step of decodes alone with that stream too, in seconds."""
         index = min(max(0, self._num_joined + 1), len(self._step_s) - 1)
         tokens = self._num_tokens + who.num_tokens - self._known[index]
-        return self._step_s[index] + self._token_s * tokens
+        num_gone = min(0, self._num_joined + 1)
+        return self._step_s[index] + self._token_s * tokens + self._stream_s * num_gone
