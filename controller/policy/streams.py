@@ -109,9 +109,8 @@ class StreamRoom:
     Without this bound a burst is admitted as a whole, for its prompts are cheap, and then nobody
     keeps a pace. `step_s[k]` is that mean with the first k newcomers, who have `known[k]` tokens in
     all; others may join than those, and a token more or less is `token_s`, a stream less than run
-    now `stream_s`. `period_s` is the
-    tightest paced promise among those who run. A stream that cannot keep its promise any more
-    protects nobody.
+    now `stream_s`. `period_s` is the tightest paced promise among those who run. A stream that
+    cannot keep its promise any more protects nobody.
 
     `rents` says for whom streams with looser promises make room. Their contexts may make every step
     longer than a closer pace for as long as they last; then those who hold it, many of whom one of
