@@ -14,11 +14,11 @@ from controller.policy.ordering import BoolArray
 from costmodel.features import FloatArray
 
 # Whoever is refused for the sake of arrivals that then do not come is lost for nothing: those who
-# are expected count half as much as those who are there, and as far as such were served. One that
-# costs so many times as much is worth less than they are even if some do not come, and those who
-# were refused may have been refused for its like: it counts them in full.
+# are expected count half as much as those who are there, and as far as such were served. A prompt
+# so many times as long as theirs is worth less than they are even if some do not come, and those
+# who were refused may have been refused for its like: it counts them in full.
 _WEIGHT_OF_EXPECTED = 0.5
-_CHEAPER = 4.0
+_SHORTER = 4.0
 
 
 def overtaken_s(
@@ -27,19 +27,21 @@ def overtaken_s(
     pace: float,
     done_s: FloatArray,
     left_s: FloatArray,
-    cost: FloatArray,
+    num_tokens: FloatArray,
+    weight: FloatArray,
     is_passable: BoolArray,
 ) -> FloatArray:
     """Return when each of the ordered requests is done, (n,) seconds from now, if arrivals go on as
     expected: not before `done_s` (n,), which is without them.
 
     `token_s` (c,) are the seconds per prompt token of each class, `left_s` (n,) those to the paced
-    deadlines, `cost` (n,) tokens per weight. Of class j, which takes the share s_j of the machine,
-    those pass a request with L seconds left that come while it waits and within L - pace·T_j: they
-    are due before it. So it is done at the least f = done + Σ s_j min(f, L - pace·T_j), as in the
+    deadlines, `num_tokens` (n,) and `weight` (n,) theirs. Of class j, which takes the share s_j of
+    the machine, those pass a request with L seconds left that come while it waits and within
+    L - pace·T_j: they are due before it. So it is done at the least f = done + Σ s_j min(f, L -
+    pace·T_j), as in the
     response time of a task under tasks of higher priority. Only classes whose tokens per weight are
     no more than its own count: the others are dropped for its sake, not it for theirs. A share is
-    halved, and only what was served of it counts, unless the tokens are four times fewer. Who is
+    halved, and only what was served of it counts, unless the prompts are four times shorter. Who is
     not `is_passable` (n,) goes first whenever it is due.
     """
     ttft_s = pace * expected.ttft_s
@@ -52,9 +54,12 @@ def overtaken_s(
     order = order[ttft_s[order] < np.inf]
     share = (expected.rate * expected.num_prompt * token_s)[order]
     likely = _WEIGHT_OF_EXPECTED * share * expected.share_served[order]
-    class_cost = (expected.num_prompt / expected.weight)[order]
-    shares = np.where(class_cost <= cost[who, None], likely, 0.0)
-    shares = np.where(_CHEAPER * class_cost <= cost[who, None], share, shares)
+    class_tokens = expected.num_prompt[order]
+    class_cost = class_tokens / expected.weight[order]
+    own_tokens = num_tokens[who, None]
+    is_cheaper = class_cost <= own_tokens / np.maximum(weight[who, None], 1e-9)
+    shares = np.where(is_cheaper, likely, 0.0)
+    shares = np.where(is_cheaper & (_SHORTER * class_tokens <= own_tokens), share, shares)
     windows_s = np.maximum(left_s[who, None] - ttft_s[order], 0.0)
     # Piecewise straight in f: beyond a window its class has passed as a whole, before it goes on.
     passed_s = done_s[who].copy()

@@ -383,6 +383,15 @@ def _overtaken(
     token_s = own_past.token_s(expected.num_prompt / 2.0, period_s, longest_s)
     if token_s is None:
         return done_s
-    cost = (queue.remaining + queue.past) / np.maximum(queue.weight, 1e-9)
+    num_tokens = queue.remaining + queue.past
     priority = queue.facts_at(np.arange(len(queue)))[PRIORITY]
-    return overtaken_s(expected, token_s, config.pace, done_s, left_s, cost, priority >= 0.0)
+    return overtaken_s(
+        expected,
+        token_s,
+        config.pace,
+        done_s,
+        left_s,
+        num_tokens,
+        queue.weight,
+        priority >= 0.0,
+    )

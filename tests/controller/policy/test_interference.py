@@ -26,9 +26,10 @@ def passed(
     who: Expected,
     done: float,
     left: float,
-    cost: float = 1e9,
+    num_tokens: float = 1e9,
     token_s: float = 0.001,
     *,
+    weight: float = 1.0,
     is_passable: bool = True,
 ) -> float:
     found = overtaken_s(
@@ -37,7 +38,8 @@ def passed(
         1.0,
         np.array([done]),
         np.array([left]),
-        np.array([cost]),
+        np.array([num_tokens]),
+        np.array([weight]),
         np.array([is_passable]),
     )
     return float(found[0])
@@ -69,8 +71,8 @@ def test_who_goes_first_whenever_it_is_due_is_passed_by_nobody() -> None:
 
 def test_dearer_arrivals_are_dropped_for_its_sake() -> None:
     who = expected((5.0, 100.0, 1.0))
-    assert passed(who, 10.0, 60.0, cost=99.0) == 10.0
-    assert passed(who, 10.0, 60.0, cost=100.0) > 10.0
+    assert passed(who, 10.0, 60.0, num_tokens=99.0) == 10.0
+    assert passed(who, 10.0, 60.0, num_tokens=100.0) > 10.0
 
 
 def test_more_than_the_machine_can_do_passes_until_it_would_be_due_later() -> None:
@@ -86,18 +88,22 @@ def test_classes_without_a_first_token_target_pass_nobody() -> None:
 def test_of_its_like_half_of_those_count_that_were_served() -> None:
     who = expected((5.0, 100.0, 1.0))._replace(share_served=np.array([0.8]))
     # A fifth of the machine.
-    assert passed(who, 8.0, 60.0, cost=399.0) == pytest.approx(10.0)
+    assert passed(who, 8.0, 60.0, num_tokens=399.0) == pytest.approx(10.0)
 
 
 def test_what_costs_four_times_as_much_counts_them_in_full() -> None:
     who = expected((5.0, 100.0, 1.0))._replace(share_served=np.array([0.1]))
-    assert passed(who, 10.0, 60.0, cost=400.0) == pytest.approx(20.0)
+    assert passed(who, 10.0, 60.0, num_tokens=400.0) == pytest.approx(20.0)
 
 
-def test_weights_make_them_cheaper() -> None:
-    who = expected((5.0, 100.0, 1.0))._replace(weight=np.array([2.0]))
-    assert passed(who, 10.0, 60.0, cost=49.0) == 10.0
-    assert passed(who, 10.0, 60.0, cost=200.0) == pytest.approx(20.0)
+def test_weights_say_who_passes_but_not_that_all_of_them_will_come() -> None:
+    who = expected((5.0, 100.0, 1.0))._replace(weight=np.array([20.0]))
+    assert passed(who, 9.0, 60.0, num_tokens=4.0) == 9.0
+    # Twenty times as much per weight, but no longer than three of theirs: half of them.
+    assert passed(who, 9.0, 60.0, num_tokens=300.0) == pytest.approx(12.0)
+    assert passed(who, 9.0, 60.0, num_tokens=400.0, weight=20.0) == pytest.approx(18.0)
+    # Long, but worth more than they are.
+    assert passed(who, 9.0, 60.0, num_tokens=400.0, weight=90.0) == 9.0
 
 
 shares = st.lists(
@@ -138,7 +144,7 @@ def test_everybody_is_asked_at_once() -> None:
     done_s: FloatArray = np.array([0.5, 10.0, 40.0])
     left_s = np.array([1.0, 30.0, 60.0])
     found = overtaken_s(
-        who, np.full(2, 0.001), 1.0, done_s, left_s, np.full(3, 1e9), np.full(3, True)
+        who, np.full(2, 0.001), 1.0, done_s, left_s, np.full(3, 1e9), np.ones(3), np.full(3, True)
     )
     each = [passed(who, float(d), float(left)) for d, left in zip(done_s, left_s, strict=True)]
     assert found.tolist() == pytest.approx(each)
