@@ -6,7 +6,6 @@ predicted. Must not order the queue or predict when anybody is done.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -74,7 +73,7 @@ class OwnPast:
             each *= _APART
         pasts.append(top)
         costs: list[float] = []
-        for before, curve in itertools.zip_longest(pasts, self._curves(pasts)):
+        for before, curve in zip(pasts, self._curves(pasts), strict=True):
             rate_s, tokens = steady_rate(
                 curve,
                 curve.steered_s(self._upper_share),

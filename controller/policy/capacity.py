@@ -307,9 +307,8 @@ class Intake:
         rent = 0.0
         if rents is not None and request.phase is RequestPhase.WAITING and not is_by_end:
             num_output = min(self._lengths.typical(name), request.max_tokens)
-            rent = (rents.stream_s + rents.token_s * request.num_prompt_tokens) * num_output
-            if rent > 0.0:
-                rent = math.inf if promise is None else rent / promise.weight
+            weight = 0.0 if promise is None else promise.weight
+            rent = rents.of_one(request.num_prompt_tokens, num_output, weight)
         return Joiner(target_s, num_tokens, rent, self._names.index(name))
 
     def set_aside(self, request: RequestView) -> None:

@@ -66,11 +66,10 @@ class _Arrival:
 class _ClassDemand:
     """The recent arrivals of one class, the eldest first."""
 
-    __slots__ = ("arrived_at", "by_id", "forgotten_no", "recent", "usual", "weight")
+    __slots__ = ("arrived_at", "forgotten_no", "recent", "usual", "weight")
 
     def __init__(self) -> None:
         self.recent: deque[_Arrival] = deque()
-        self.by_id: dict[str, _Arrival] = {}
         self.forgotten_no = 0
         self.weight = 1.0
         self.usual: tuple[float, float, float, float] | None = None
@@ -127,7 +126,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._classes: dict[str, _ClassDemand] = {}
-        self._class_of: dict[str, str] = {}
+        self._known: dict[str, tuple[_ClassDemand, _Arrival]] = {}
         self._since: float | None = None
 
     def observe(
@@ -141,31 +140,31 @@ class Demand:
         weight: float,
     ) -> None:
         """Remember an arrival; one that is known, or was, teaches nothing."""
+        if request_id in self._known:
+            return
         found = self._classes.get(class_name)
         if found is None:
             found = self._classes[class_name] = _ClassDemand()
-        elif request_id in found.by_id or arrival_no <= found.forgotten_no:
+        elif arrival_no <= found.forgotten_no:
             return
         if self._since is None:
             self._since = at
         while found.is_full(at):
             gone = found.recent.popleft()
-            del found.by_id[gone.request_id]
-            self._class_of.pop(gone.request_id, None)
+            del self._known[gone.request_id]
             found.forgotten_no = max(found.forgotten_no, gone.no)
         arrival = _Arrival(request_id, arrival_no, at, num_prompt, slo)
         found.recent.append(arrival)
-        found.by_id[request_id] = arrival
-        self._class_of[request_id] = class_name
+        self._known[request_id] = (found, arrival)
         found.weight = weight
         found.usual = found.arrived_at = None
 
     def refuse(self, request_id: str) -> None:
         """Remember that a request was turned away, or is served without its promise."""
-        name = self._class_of.get(request_id)
-        if name is not None:
-            found = self._classes[name]
-            found.by_id[request_id].is_served = False
+        known = self._known.get(request_id)
+        if known is not None:
+            found, arrival = known
+            arrival.is_served = False
             found.usual = None
 
     def expected(self, now: float) -> Expected | None:

@@ -81,6 +81,13 @@ class Rents(NamedTuple):
         np.divide(rent, weight, out=each, where=weight > 0.0)
         return each
 
+    def of_one(self, num_prompt: float, num_output: float, weight: float) -> float:
+        """Return `of` for a single stream: no arrays for one number."""
+        rent = (self.stream_s + self.token_s * num_prompt) * num_output
+        if weight > 0.0:
+            return rent / weight
+        return math.inf if rent > 0.0 else 0.0
+
     def limit_s(self, who: Joiner, num_came: dict[int, int]) -> float:
         """Return how long a step of decodes alone may be with that stream; +inf if it makes room
         for nobody. `num_came` of each class have joined since the guards were counted, less those

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from controller.policy.admission import (
+    CONTEXT_LENGTH,
+    DRAINING,
+    KV_NEVER_FITS,
+    TPOT_UNREACHABLE,
+    TTFT_UNREACHABLE,
+)
 from controller.policy.demand import Demand
 from controller.runtime.feedback import promise_of
 from engine.request import Request
@@ -14,7 +21,7 @@ from engine.step import AdmissionAction, StepReport
 
 # Who hears these is nobody's burden, on no day.
 _NEVER_SERVED = frozenset(
-    ("context_length", "kv_never_fits", "ttft_unreachable", "tpot_unreachable", "draining")
+    (CONTEXT_LENGTH, KV_NEVER_FITS, TTFT_UNREACHABLE, TPOT_UNREACHABLE, DRAINING)
 )
 
 
