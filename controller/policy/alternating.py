@@ -92,7 +92,8 @@ def sustained_rate(
     longest_s: float = math.inf,
 ) -> Sustained:
     """Return the best rate that keeps the mean period of the streams at `period_s` (k,) and no step
-    longer than `longest_s`, where every step takes `saved_s` (k,) less than the curve says.
+    longer than `longest_s`, where every step takes `saved_s` (k,) less than the curve says; `curve`
+    and `steered_s` have one row of seconds for all of them, or k.
 
     A step of N prompt tokens that takes S(N) is either short enough, or it follows steps of decodes
     alone, D each, that are ahead of the period P by P - D: (S - P) / (P - D) of them. On a curve
@@ -100,22 +101,27 @@ def sustained_rate(
     longer step is taken only where the rate gains by more than the gap loses: the best is that of
     the least time per token times max(1, S / P).
     """
-    tokens = np.interp(period_s + saved_s, steered_s, curve.tokens)
-    step_s = np.interp(tokens, curve.tokens, curve.mean_s) - saved_s
+    if curve.mean_s.ndim == 1:
+        tokens = np.interp(period_s + saved_s, steered_s, curve.tokens)
+        step_s = np.interp(tokens, curve.tokens, curve.mean_s) - saved_s
+    else:
+        tokens = _interp_rows(period_s + saved_s, steered_s, curve.tokens)
+        step_s = _interp_rows(tokens, curve.tokens, curve.mean_s) - saved_s
     token_s = np.full(tokens.size, math.inf)
     np.divide(step_s, tokens, out=token_s, where=tokens >= 1.0)
     is_alternating: BoolArray = np.zeros(tokens.size, dtype=np.bool_)
-    if may_alternate(curve):
+    is_uneven = _is_uneven(curve)
+    if is_uneven.any():
         # A jump that may be noise takes nothing from a mix that works.
-        is_open = jumps(curve) | (tokens < 1.0)
-        idle_s = curve.mean_s[0] - saved_s
+        is_open = is_uneven & (_is_jump(curve) | (tokens < 1.0))
+        idle_s = curve.mean_s[..., 0] - saved_s
         spare_s = period_s - idle_s
-        over_s = np.maximum(steered_s[1:] - (saved_s + period_s)[:, None], 0.0)
+        over_s = np.maximum(steered_s[..., 1:] - (saved_s + period_s)[:, None], 0.0)
         num_idle = over_s / np.where(spare_s > 0.0, spare_s, math.nan)[:, None]
-        cycle_s = curve.mean_s[1:] - saved_s[:, None] + num_idle * idle_s[:, None]
-        is_out = np.isnan(cycle_s) | (curve.upper_s[1:] > longest_s)
+        cycle_s = curve.mean_s[..., 1:] - saved_s[:, None] + num_idle * idle_s[:, None]
+        is_out = np.isnan(cycle_s) | (curve.upper_s[..., 1:] > longest_s)
         each_s = np.where(is_out, math.inf, cycle_s / curve.tokens[1:])
-        gap_s = steered_s[1:] - saved_s[:, None]
+        gap_s = steered_s[..., 1:] - saved_s[:, None]
         stretch = np.maximum(gap_s / np.maximum(period_s, 1e-9)[:, None], 1.0)
         best = (each_s * stretch).argmin(axis=1)
         at_best = np.arange(best.size), best
@@ -124,6 +130,21 @@ def sustained_rate(
         token_s = np.where(is_alternating, each_s[at_best], token_s)
         tokens = np.where(is_alternating, curve.tokens[1 + best], tokens)
     return Sustained(token_s, tokens, is_alternating)
+
+
+def _interp_rows(x: FloatArray, xp: FloatArray, fp: FloatArray) -> FloatArray:
+    """Return `np.interp` of x (k,), each in its own row of `xp` and `fp`; either may be one row for
+    all of them.
+    """
+    shape = (x.size, xp.shape[-1])
+    xp, fp = np.broadcast_to(xp, shape), np.broadcast_to(fp, shape)
+    rows, last = np.arange(x.size), shape[1] - 1
+    low = np.minimum(np.maximum((xp <= x[:, None]).sum(axis=1) - 1, 0), max(last - 1, 0))
+    high = np.minimum(low + 1, last)
+    low_x, high_x, low_f, high_f = xp[rows, low], xp[rows, high], fp[rows, low], fp[rows, high]
+    slope = (high_f - low_f) / np.where(high_x > low_x, high_x - low_x, 1.0)
+    found: FloatArray = np.where(x < low_x, low_f, slope * (x - low_x) + low_f)
+    return np.where(x < high_x, found, high_f)
 
 
 def steady_rate(
@@ -148,19 +169,31 @@ def may_alternate(curve: LatencyCurve) -> bool:
     """Whether the first prompt tokens of a step cost much more than those of a large one: where
     they do not, mixing is never the worse. By the mean: a wide margin is no cost of a machine.
     """
-    if curve.tokens.size < 2:
-        return False
-    extra_s = (curve.mean_s[1:] - curve.mean_s[0]) / curve.tokens[1:]
-    return bool(extra_s[0] > _LEAST_JUMP * extra_s.min())
+    return bool(_is_uneven(curve))
 
 
 def jumps(curve: LatencyCurve) -> bool:
     """Whether that is so for more than what a fit makes of noise."""
-    mean_s = curve.mean_s
     # Two numbers tell most machines apart.
-    if mean_s.size < 2 or mean_s[1] - mean_s[0] <= LEAST_JUMP_SHARE * mean_s[0]:
-        return False
-    return may_alternate(curve)
+    return bool(_is_jump(curve)) and may_alternate(curve)
+
+
+def _is_uneven(curve: LatencyCurve) -> BoolArray:
+    """`may_alternate` of each row of a curve, shape (k,) or ()."""
+    mean_s = curve.mean_s
+    if curve.tokens.size < 2:
+        return np.zeros(mean_s.shape[:-1], dtype=np.bool_)
+    extra_s = (mean_s[..., 1:] - mean_s[..., :1]) / curve.tokens[1:]
+    return np.asarray(extra_s[..., 0] > _LEAST_JUMP * extra_s.min(axis=-1))
+
+
+def _is_jump(curve: LatencyCurve) -> BoolArray:
+    """Whether the first prompt token makes a step longer by more than noise, shape (k,) or ()."""
+    mean_s = curve.mean_s
+    if curve.tokens.size < 2:
+        return np.zeros(mean_s.shape[:-1], dtype=np.bool_)
+    idle_s = mean_s[..., 0]
+    return np.asarray(mean_s[..., 1] - idle_s > LEAST_JUMP_SHARE * idle_s)
 
 
 def bent_curve(

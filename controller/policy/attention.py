@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from controller.policy.alternating import may_alternate, steady_rate
+from controller.policy.alternating import sustained_rate
 from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, made_safe
 from controller.policy.facts import greatest
 from costmodel.base import CostModel
@@ -32,7 +32,15 @@ class OwnPast:
     both is neither as long nor as short as the head says.
     """
 
-    __slots__ = ("_cost_model", "_curve", "_decodes", "_found", "_head", "_upper_share")
+    __slots__ = (
+        "_cost_model",
+        "_curve",
+        "_decodes",
+        "_found",
+        "_head",
+        "_known",
+        "_upper_share",
+    )
 
     def __init__(
         self,
@@ -47,23 +55,37 @@ class OwnPast:
         self._head = head
         self._curve = curve
         self._upper_share = upper_share
-        self._found: dict[float, list[LatencyCurve]] = {}
+        self._known: dict[float, bool] = {}
+        self._found: dict[float, tuple[LatencyCurve, FloatArray]] = {}
 
     def matters(self, past: FloatArray) -> bool:
         """Whether pasts (n,) in tokens are long enough to make a difference."""
         longest = greatest(past)
+        known = self._known.get(longest)
+        if known is not None:
+            return known
         rows = np.zeros((2, NUM_FEATURES))
         rows[:, 0], rows[:, 5] = _PROBED_TOKENS, 1.0
         rows[:, 1], rows[:, 2] = self._decodes
         rows[:, 4] = _PROBED_TOKENS * _PROBED_TOKENS
         rows[1, 3] = _PROBED_TOKENS * longest
         short_s, long_s = made_safe(self._cost_model.predict(rows).mean_s).tolist()
-        return bool(long_s - short_s > _LEAST_SHARE * short_s)
+        matters = bool(long_s - short_s > _LEAST_SHARE * short_s)
+        self._known[longest] = matters
+        return matters
 
     def token_s(self, past: FloatArray, period_s: float, longest_s: float) -> FloatArray | None:
         """Return the seconds per prompt token at each mean past (n,), at the best rate that keeps
         the streams' period and no step longer than `longest_s`; None where not even tokens without
         a past have a rate.
+        """
+        return self._costs(past, period_s, longest_s)[0]
+
+    def _costs(
+        self, past: FloatArray, period_s: float, longest_s: float
+    ) -> tuple[FloatArray | None, float]:
+        """Return `token_s`, and the seconds per token at the head of the queue; +inf without a
+        rate.
         """
         pasts = [0.0]
         top = max(1.0, greatest(past))
@@ -72,27 +94,28 @@ class OwnPast:
             pasts.append(each)
             each *= _APART
         pasts.append(top)
+        curve, steered_s = self._curves(pasts)
+        num = curve.mean_s.shape[0]
+        rate = sustained_rate(curve, steered_s, np.full(num, period_s), np.zeros(num), longest_s)
+        *rates_s, usual_s = rate.token_s.tolist()
+        *tokens, usual_tokens = rate.tokens.tolist()
+        usual_s = usual_s if usual_tokens >= 1.0 else math.inf
         costs: list[float] = []
-        for before, curve in zip(pasts, self._curves(pasts), strict=True):
-            rate_s, tokens = steady_rate(
-                curve,
-                curve.steered_s(self._upper_share),
-                period_s,
-                longest_s,
-                is_uneven=may_alternate(curve),
-            )
-            if tokens >= 1.0:
+        for before, rate_s, num_tokens in zip(pasts, rates_s, tokens, strict=True):
+            if num_tokens >= 1.0:
                 costs.append(rate_s)
             elif not costs:
-                return None
+                return None, usual_s
             else:
                 # No step has room for one: as if it grew with the past.
                 costs.append(costs[-1] * max(1.0, before / max(pasts[len(costs) - 1], _FIRST_PAST)))
         found: FloatArray = np.interp(past, pasts, costs)
-        return found
+        return found, usual_s
 
-    def _curves(self, pasts: list[float]) -> list[LatencyCurve]:
-        """Return the curve of the step with its tokens behind each of the pasts, rising."""
+    def _curves(self, pasts: list[float]) -> tuple[LatencyCurve, FloatArray]:
+        """Return the curve of the step with its tokens behind each of the pasts (p of them, rising)
+        and that of the head of the queue, rows of shape (p + 1, c), and what is steered by.
+        """
         top = pasts[-1]
         if top not in self._found:
             tokens, num = self._curve.tokens, len(pasts)
@@ -102,14 +125,13 @@ class OwnPast:
             self._head.fill_features(tokens, rows[0])
             rows[:] = rows[0]
             rows[:, :, 3] = tokens * np.array(pasts)[:, None]
-            mean_s, upper_s = self._cost_model.predict(rows.reshape(-1, NUM_FEATURES))
-            mean_s = np.maximum.accumulate(made_safe(mean_s).reshape(num, -1), axis=1)
-            upper_s = np.maximum.accumulate(made_safe(upper_s).reshape(num, -1), axis=1)
-            np.maximum(mean_s, upper_s, out=upper_s)
-            self._found[top] = [
-                LatencyCurve(tokens, mean, upper)
-                for mean, upper in zip(mean_s, upper_s, strict=True)
-            ]
+            found = self._cost_model.predict(rows.reshape(-1, NUM_FEATURES))
+            mean_s, upper_s = np.empty((num + 1, tokens.size)), np.empty((num + 1, tokens.size))
+            for each_s, safe_s in zip(found, (mean_s, upper_s), strict=True):
+                np.maximum.accumulate(made_safe(each_s).reshape(num, -1), axis=1, out=safe_s[:num])
+            mean_s[num], upper_s[num] = self._curve.mean_s, self._curve.upper_s
+            curve = LatencyCurve(tokens, mean_s, np.maximum(mean_s, upper_s, out=upper_s))
+            self._found[top] = curve, curve.steered_s(self._upper_share)
         return self._found[top]
 
     def weighed(
@@ -128,14 +150,9 @@ class OwnPast:
         if not self.matters(mean_past):
             return remaining
         weighed = remaining.copy()
-        curve, steered_s = self._curve, self._curve.steered_s(self._upper_share)
-        is_uneven = may_alternate(curve)
         for start, stop in stretches:
             period_s = float(before_s[start])
-            usual_s, tokens = steady_rate(
-                curve, steered_s, period_s, longest_s, is_uneven=is_uneven
-            )
-            own_s = self.token_s(mean_past[start:stop], period_s, longest_s)
-            if tokens >= 1.0 and own_s is not None and 0.0 < usual_s < math.inf:
+            own_s, usual_s = self._costs(mean_past[start:stop], period_s, longest_s)
+            if own_s is not None and 0.0 < usual_s < math.inf:
                 weighed[start:stop] *= own_s / usual_s
         return weighed

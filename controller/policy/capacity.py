@@ -31,7 +31,7 @@ from controller.policy.lengths import OutputLengths
 from controller.policy.on_time import Outlook
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.pacing import Pacing
-from controller.policy.streams import Joiner, StreamRoom, paced_target_s
+from controller.policy.streams import Joiner, Joiners, StreamRoom, paced_target_s
 from costmodel.features import FloatArray
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
@@ -65,6 +65,7 @@ class Intake:
 
     __slots__ = (
         "_headroom",
+        "_known_joiners",
         "_ledger",
         "_lengths",
         "_names",
@@ -101,6 +102,7 @@ class Intake:
         self._num_running = len(running)
         self._seats = max_running - len(running)
         self._reserve = int(kv_reserve * view.num_total_blocks)
+        self._known_joiners: tuple[PrefillQueue, Joiners] | None = None
         # Counted when somebody asks to come in: most steps nobody does.
         self._headroom: int | None = None
         self.is_short = False
@@ -164,20 +166,19 @@ class Intake:
         for k in queue.past[newcomers].nonzero()[0].tolist():
             needed[k] -= self._ledger.shared(queue.at(int(newcomers[k])))
         headroom = float(self._count_headroom())
-        joiners = self._joiners(queue, newcomers)
-        room = self._room
+        joiners, room = self._joiners(queue), self._room
         if (
             newcomers.size <= self._seats
             and needed.sum() <= headroom
-            and (room is None or room.can_all_join(joiners))
+            and (room is None or room.can_all_join(joiners.at(newcomers)))
         ):
             return None
-        near, beyond = self._foreseen(joiners)
+        near, beyond = self._foreseen(self.yielding(queue)[newcomers])
         columns = (
             needed[near].tolist(),
             blocks[near].tolist(),
             self._steps_left(facts[:, near], num_output[near], _MIDDLE[: near.size]).tolist(),
-            [joiners[k] for k in near.tolist()],
+            joiners.at(newcomers[near]),
             queue.is_started[newcomers[near]].tolist(),
         )
         starts = foresee_starts(
@@ -195,46 +196,47 @@ class Intake:
             delays_s[newcomers[beyond]] = max(starts) + pace * np.arange(1, beyond.size + 1)
         return delays_s[places] * step_s
 
-    def _foreseen(self, joiners: list[Joiner]) -> tuple[IntArray, IntArray]:
-        """Split the places of newcomers into those that are followed one by one and the others.
+    def _foreseen(self, is_kept_out: BoolArray) -> tuple[IntArray, IntArray]:
+        """Split the places of newcomers (n,) into those that are followed one by one and the
+        others.
 
         Who is kept out for others' sake keeps nobody from being followed; some of them are, too.
         """
-        room, num = self._room, len(joiners)
+        num = is_kept_out.size
         places = np.arange(num)
-        if room is None or room.rents is None or num <= _FORESEEN:
+        if num <= _FORESEEN or not is_kept_out.any():
             return places[:_FORESEEN], places[_FORESEEN:]
-        yields = np.array([room.yields(each) for each in joiners], dtype=np.bool_)
-        num_kept_out = min(int(yields.sum()), _FORESEEN_KEPT_OUT)
-        first = places[~yields][: _FORESEEN - num_kept_out]
-        near = np.sort(np.concatenate((first, places[yields][: _FORESEEN - first.size])))
+        num_kept_out = min(int(is_kept_out.sum()), _FORESEEN_KEPT_OUT)
+        first = places[~is_kept_out][: _FORESEEN - num_kept_out]
+        near = np.sort(np.concatenate((first, places[is_kept_out][: _FORESEEN - first.size])))
         return near, np.setdiff1d(places, near)
 
-    def _joiners(self, queue: PrefillQueue, places: IntArray) -> list[Joiner]:
-        """The streams that the requests at those places will be."""
-        facts = queue.facts_at(places)
-        num_tokens = queue.past[places] + queue.remaining[places]
-        rents = np.zeros(places.size)
-        if self._room is not None and self._room.rents is not None:
-            num_output = np.minimum(
-                self._names.each(self._lengths.typical, facts), facts[MAX_TOKENS]
-            )
-            rents = self._room.rents.of(facts[NUM_PROMPT], num_output, facts[WEIGHT])
-            # A stream has its place already, and an end-to-end target says nothing of a pace.
-            rents[queue.is_started[places] | (facts[E2E_S] < math.inf)] = 0.0
-        columns = (self._pace * facts[TPOT_S], num_tokens, rents, facts[CLASS].astype(np.intp))
-        return list(map(Joiner, *(column.tolist() for column in columns)))
+    def _joiners(self, queue: PrefillQueue) -> Joiners:
+        """The streams that everybody in the queue will be."""
+        known = self._known_joiners
+        if known is None or known[0] is not queue:
+            facts = queue.facts[:, queue.index]
+            rents = np.zeros(len(queue))
+            if self._room is not None and self._room.rents is not None:
+                num_output = np.minimum(
+                    self._names.each(self._lengths.typical, facts), facts[MAX_TOKENS]
+                )
+                rents = self._room.rents.of(facts[NUM_PROMPT], num_output, facts[WEIGHT])
+                # A stream has its place already, an end-to-end target says nothing of a pace.
+                rents[queue.is_started | (facts[E2E_S] < math.inf)] = 0.0
+            num_tokens, class_no = queue.past + queue.remaining, facts[CLASS].astype(np.intp)
+            joiners = Joiners(self._pace * facts[TPOT_S], num_tokens, rents, class_no)
+            known = self._known_joiners = (queue, joiners)
+        return known[1]
 
     def yielding(self, queue: PrefillQueue) -> BoolArray:
         """Whether each of the queue is kept out for the sake of those who are expected, shape
         (n,).
         """
-        found: BoolArray = np.zeros(len(queue), dtype=np.bool_)
         room = self._room
-        if room is not None and room.rents is not None:
-            waiting = (~queue.is_started).nonzero()[0]
-            found[waiting] = [room.yields(each) for each in self._joiners(queue, waiting)]
-        return found
+        if room is None or room.rents is None:
+            return np.zeros(len(queue), dtype=np.bool_)
+        return room.yielding(self._joiners(queue)) & ~queue.is_started
 
     def feed_tokens(self, queue: PrefillQueue) -> float:
         """Prompt tokens per step that keep the engine as full as it is: as many prompts start as

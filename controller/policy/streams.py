@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from controller.policy.alternating import LEAST_JUMP_SHARE
 from controller.policy.budget import made_safe
@@ -20,6 +21,7 @@ from controller.policy.facts import (
     CLASS,
     TPOT_S,
     ClassNames,
+    IntArray,
     RunningTable,
     least,
     live_promise,
@@ -28,6 +30,8 @@ from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 from engine.ports import RequestView
+
+BoolArray = npt.NDArray[np.bool_]
 
 # Whoever costs so many times as much per weight makes room for those who are expected, as heavier
 # promises are insured at the cost of lighter ones (`on_time.py`).
@@ -49,6 +53,19 @@ class Joiner(NamedTuple):
     class_no: int = -1
 
 
+class Joiners(NamedTuple):
+    """Many who want to stream: the columns of their `Joiner`s, shape (n,)."""
+
+    target_s: FloatArray
+    num_tokens: FloatArray
+    rent: FloatArray
+    class_no: IntArray
+
+    def at(self, places: IntArray) -> list[Joiner]:
+        """Return those at the places, one by one."""
+        return list(map(Joiner, *(column[places].tolist() for column in self)))
+
+
 class Guard(NamedTuple):
     """Room for a class that is expected: `rent` is what one of its streams costs per weight,
     seconds of steps over its answer; `pace_s` its paced seconds per token; `num_missing` of its
@@ -60,6 +77,10 @@ class Guard(NamedTuple):
     pace_s: float
     num_missing: float
     each_s: float
+
+    def missing_s(self, num_came: dict[int, int]) -> float:
+        """Return what those who are missing add to a step, with `num_came` of each class here."""
+        return max(0.0, self.num_missing - num_came.get(self.class_no, 0)) * self.each_s
 
 
 class Rents(NamedTuple):
@@ -97,8 +118,18 @@ class Rents(NamedTuple):
         for guard in self.guards:
             if guard.pace_s < who.target_s and 0.0 < guard.rent * _YIELDING_RATIO <= who.rent:
                 pace_s = min(pace_s, guard.pace_s)
-                num_missing = guard.num_missing - num_came.get(guard.class_no, 0)
-                missing_s += max(0.0, num_missing) * guard.each_s
+                missing_s += guard.missing_s(num_came)
+        return pace_s - self.jump_s - missing_s
+
+    def limits_s(self, who: Joiners, num_came: dict[int, int]) -> FloatArray:
+        """`limit_s` of each of them, shape (n,)."""
+        pace_s, missing_s = np.full(who.rent.size, math.inf), np.zeros(who.rent.size)
+        for guard in self.guards:
+            least_rent = guard.rent * _YIELDING_RATIO
+            if least_rent > 0.0:
+                is_bound = (guard.pace_s < who.target_s) & (least_rent <= who.rent)
+                np.minimum(pace_s, guard.pace_s, out=pace_s, where=is_bound)
+                np.add(missing_s, guard.missing_s(num_came), out=missing_s, where=is_bound)
         return pace_s - self.jump_s - missing_s
 
 
@@ -267,6 +298,16 @@ class StreamRoom:
             return False
         return self._step_with(who) > self.rents.limit_s(who, self._num_came)
 
+    def yielding(self, who: Joiners) -> BoolArray:
+        """`yields` of each of them, as if it came alone; shape (n,)."""
+        if self.rents is None or self._is_first:
+            return np.zeros(who.rent.size, dtype=np.bool_)
+        index, num_gone = self._next()
+        tokens = self._num_tokens + who.num_tokens - self._known[index]
+        step_s = self._step_s[index] + self._token_s * tokens + self._stream_s * num_gone
+        found: BoolArray = step_s > self.rents.limits_s(who, self._num_came)
+        return found
+
     def can_all_join(self, joiners: Sequence[Joiner]) -> bool:
         """Whether these streams may join one after another."""
         twin = self.copy()
@@ -305,7 +346,13 @@ class StreamRoom:
 
     def _step_with(self, who: Joiner) -> float:
         """Return the mean of a step of decodes alone with that stream too, in seconds."""
-        index = min(max(0, self._num_joined + 1), len(self._step_s) - 1)
+        index, num_gone = self._next()
         tokens = self._num_tokens + who.num_tokens - self._known[index]
-        num_gone = min(0, self._num_joined + 1)
         return self._step_s[index] + self._token_s * tokens + self._stream_s * num_gone
+
+    def _next(self) -> tuple[int, int]:
+        """Return the place in `_step_s` for one stream more, and how many fewer there are then than
+        ran at first (negative).
+        """
+        num = self._num_joined + 1
+        return min(max(0, num), len(self._step_s) - 1), min(0, num)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controller.policy.alternating import (
     bends_of,
@@ -314,3 +316,52 @@ def test_the_queue_is_predicted_at_the_rate_of_alternating_steps() -> None:
     verdicts = planner.plan(stream(1, 0.0)).admissions
     assert [each.request_id for each in verdicts] == ["w"]
     assert verdicts[0].predicted_ttft_s == pytest.approx(0.5, abs=0.25)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.05), st.floats(1e-5, 1e-3)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 12),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 0.02),
+    st.floats(0.01, 0.5),
+)
+def test_many_curves_at_once_are_as_one_by_one(
+    machines: list[tuple[float, float, float]],
+    num_candidates: int,
+    period_s: float,
+    saved_s: float,
+    longest_s: float,
+) -> None:
+    tokens = np.concatenate(([0.0], np.floor(2.0 ** np.arange(num_candidates))))
+    curves = [
+        LatencyCurve(tokens, mean_s, 1.1 * mean_s)
+        for mean_s in (
+            idle_s + np.where(tokens > 0.0, np.maximum(jump_s, each_s * tokens), 0.0)
+            for idle_s, jump_s, each_s in machines
+        )
+    ]
+    stacked = LatencyCurve(
+        tokens,
+        np.array([curve.mean_s for curve in curves]),
+        np.array([curve.upper_s for curve in curves]),
+    )
+    num = len(curves)
+    together = sustained_rate(
+        stacked,
+        stacked.steered_s(0.95),
+        np.full(num, period_s),
+        np.full(num, saved_s),
+        longest_s,
+    )
+    alone = [
+        sustained_rate(
+            curve, curve.steered_s(0.95), np.array([period_s]), np.array([saved_s]), longest_s
+        )
+        for curve in curves
+    ]
+    for column, columns in zip(together, zip(*alone, strict=True), strict=True):
+        assert np.array_equal(column, np.concatenate(columns))

@@ -88,7 +88,7 @@ def joins(who: Expected | None, newcomer: Request, **changes: Any) -> bool:
     """Whether it may join beside one stream that is no chat; foresight and plan must agree."""
     streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=100)]
     intake, queue, room = intake_of(who, [newcomer], streams, **changes)
-    (joiner,) = intake._joiners(queue, np.arange(1))
+    (joiner,) = intake._joiners(queue).at(np.arange(1))
     may_join = room.can_all_join([joiner])
     assert bool(intake.yielding(queue)[0]) == (not may_join)
     assert intake.admit(newcomer) == may_join
@@ -181,7 +181,7 @@ def test_a_stream_that_was_preempted_comes_back_and_holds_nobody_up() -> None:
     streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=100)]
     intake, queue, _ = intake_of(expected(), [stream], streams)
     assert not intake.yielding(queue).any()
-    assert intake._joiners(queue, np.arange(1))[0].rent == 0.0
+    assert intake._joiners(queue).at(np.arange(1))[0].rent == 0.0
     assert intake.admit(stream)
 
 
@@ -359,7 +359,7 @@ def test_who_ends_will_be_missing_again() -> None:
     intake, queue, room = intake_of(
         expected(rate=0.8, num_prompt=10.0, tpot_s=0.1), [batch("b", 41_000)], chats
     )
-    (joiner,) = intake._joiners(queue, np.arange(1))
+    (joiner,) = intake._joiners(queue).at(np.arange(1))
     assert room.yields(joiner), "0.1001 s"
     for each in chats[1:]:
         room.leave(each.num_known_tokens, 1)
@@ -372,11 +372,14 @@ def test_behind_many_who_join_at_once_the_others_wait() -> None:
     crowd = [chat(f"c{i}", 10) for i in range(34)]
     whales = [batch(f"b{i}", 60_000) for i in range(12)]
     streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=100)]
-    intake, queue, _ = intake_of(expected(rate=1.0, num_prompt=10.0), [*crowd, *whales], streams)
+    who = expected(rate=1.0, num_prompt=10.0)
+    intake, queue, room = intake_of(who, [*crowd, *whales], streams)
     delays_s = intake.start_delays_s(queue, np.arange(46), 0.1)
     assert delays_s is not None
     is_whale = intake.yielding(queue)
     assert is_whale.sum() == 12
+    joiners = intake._joiners(queue).at(np.arange(46))
+    assert is_whale.tolist() == [room.yields(joiner) for joiner in joiners]
     assert (delays_s[is_whale] > 0.0).all()
 
 
