@@ -23,17 +23,16 @@ BoolArray = npt.NDArray[np.bool_]
 
 # The first prompt token of a step costs so many times the cheapest one where mixing may be worse;
 # a jump it is from this share of a step of decodes alone on: less a fit may make of noise.
-_LEAST_JUMP = 2.0
+LEAST_JUMP = 2.0
 LEAST_JUMP_SHARE = 0.1
 # A step beyond the period is a gap beyond it: as many times as it is longer the rate must be
 # better, and by a tenth at least.
-_LEAST_GAIN = 1.1
+LEAST_GAIN = 1.1
 # A bend is where a token begins to cost so much more, and the tokens of a cell so much of a step.
 _LEAST_BEND = 1.2
 _LEAST_RISE = 0.01
 # A stream is waited for as long as it takes to bank for so many steps of prompts.
 _MOST_SAVED = 4.0
-NOTHING_SAVED = np.zeros(1)
 
 
 class Banks(NamedTuple):
@@ -92,8 +91,7 @@ def sustained_rate(
     longest_s: float = math.inf,
 ) -> Sustained:
     """Return the best rate that keeps the mean period of the streams at `period_s` (k,) and no step
-    longer than `longest_s`, where every step takes `saved_s` (k,) less than the curve says; `curve`
-    and `steered_s` have one row of seconds for all of them, or k.
+    longer than `longest_s`, where every step takes `saved_s` (k,) less than the curve says.
 
     A step of N prompt tokens that takes S(N) is either short enough, or it follows steps of decodes
     alone, D each, that are ahead of the period P by P - D: (S - P) / (P - D) of them. On a curve
@@ -101,99 +99,54 @@ def sustained_rate(
     longer step is taken only where the rate gains by more than the gap loses: the best is that of
     the least time per token times max(1, S / P).
     """
-    if curve.mean_s.ndim == 1:
-        tokens = np.interp(period_s + saved_s, steered_s, curve.tokens)
-        step_s = np.interp(tokens, curve.tokens, curve.mean_s) - saved_s
-    else:
-        tokens = _interp_rows(period_s + saved_s, steered_s, curve.tokens)
-        step_s = _interp_rows(tokens, curve.tokens, curve.mean_s) - saved_s
+    tokens = np.interp(period_s + saved_s, steered_s, curve.tokens)
+    step_s = np.interp(tokens, curve.tokens, curve.mean_s) - saved_s
     token_s = np.full(tokens.size, math.inf)
     np.divide(step_s, tokens, out=token_s, where=tokens >= 1.0)
     is_alternating: BoolArray = np.zeros(tokens.size, dtype=np.bool_)
-    is_uneven = _is_uneven(curve)
-    if is_uneven.any():
+    if may_alternate(curve):
         # A jump that may be noise takes nothing from a mix that works.
-        is_open = is_uneven & (_is_jump(curve) | (tokens < 1.0))
-        idle_s = curve.mean_s[..., 0] - saved_s
+        is_open = jumps(curve) | (tokens < 1.0)
+        idle_s = curve.mean_s[0] - saved_s
         spare_s = period_s - idle_s
-        over_s = np.maximum(steered_s[..., 1:] - (saved_s + period_s)[:, None], 0.0)
+        over_s = np.maximum(steered_s[1:] - (saved_s + period_s)[:, None], 0.0)
         num_idle = over_s / np.where(spare_s > 0.0, spare_s, math.nan)[:, None]
-        cycle_s = curve.mean_s[..., 1:] - saved_s[:, None] + num_idle * idle_s[:, None]
-        is_out = np.isnan(cycle_s) | (curve.upper_s[..., 1:] > longest_s)
+        cycle_s = curve.mean_s[1:] - saved_s[:, None] + num_idle * idle_s[:, None]
+        is_out = np.isnan(cycle_s) | (curve.upper_s[1:] > longest_s)
         each_s = np.where(is_out, math.inf, cycle_s / curve.tokens[1:])
-        gap_s = steered_s[..., 1:] - saved_s[:, None]
+        gap_s = steered_s[1:] - saved_s[:, None]
         stretch = np.maximum(gap_s / np.maximum(period_s, 1e-9)[:, None], 1.0)
         best = (each_s * stretch).argmin(axis=1)
         at_best = np.arange(best.size), best
-        is_better = each_s[at_best] * stretch[at_best] * _LEAST_GAIN < token_s
+        is_better = each_s[at_best] * stretch[at_best] * LEAST_GAIN < token_s
         is_alternating = is_open & is_better & (over_s[at_best] > 0.0)
         token_s = np.where(is_alternating, each_s[at_best], token_s)
         tokens = np.where(is_alternating, curve.tokens[1 + best], tokens)
     return Sustained(token_s, tokens, is_alternating)
 
 
-def _interp_rows(x: FloatArray, xp: FloatArray, fp: FloatArray) -> FloatArray:
-    """Return `np.interp` of x (k,), each in its own row of `xp` and `fp`; either may be one row for
-    all of them.
-    """
-    shape = (x.size, xp.shape[-1])
-    xp, fp = np.broadcast_to(xp, shape), np.broadcast_to(fp, shape)
-    rows, last = np.arange(x.size), shape[1] - 1
-    low = np.minimum(np.maximum((xp <= x[:, None]).sum(axis=1) - 1, 0), max(last - 1, 0))
-    high = np.minimum(low + 1, last)
-    low_x, high_x, low_f, high_f = xp[rows, low], xp[rows, high], fp[rows, low], fp[rows, high]
-    slope = (high_f - low_f) / np.where(high_x > low_x, high_x - low_x, 1.0)
-    found: FloatArray = np.where(x < low_x, low_f, slope * (x - low_x) + low_f)
-    return np.where(x < high_x, found, high_f)
-
-
-def steady_rate(
-    curve: LatencyCurve,
-    steered_s: FloatArray,
-    period_s: float,
-    longest_s: float,
-    *,
-    is_uneven: bool,
-) -> tuple[float, float]:
-    """Return `sustained_rate` for one period: seconds per token and tokens per step (`is_uneven`
-    tells whether the curve may alternate).
-    """
-    if is_uneven:
-        rate = sustained_rate(curve, steered_s, np.array([period_s]), NOTHING_SAVED, longest_s)
-        return float(rate.token_s[0]), float(rate.tokens[0])
-    budget = float(np.interp(period_s, steered_s, curve.tokens))
-    return float(np.interp(budget, curve.tokens, curve.mean_s)) / max(budget, 1.0), budget
-
-
 def may_alternate(curve: LatencyCurve) -> bool:
     """Whether the first prompt tokens of a step cost much more than those of a large one: where
     they do not, mixing is never the worse. By the mean: a wide margin is no cost of a machine.
     """
-    return bool(_is_uneven(curve))
+    if curve.tokens.size < 2:
+        return False
+    extra_s = (curve.mean_s[1:] - curve.mean_s[0]) / curve.tokens[1:]
+    return bool(extra_s[0] > LEAST_JUMP * extra_s.min())
 
 
 def jumps(curve: LatencyCurve) -> bool:
     """Whether that is so for more than what a fit makes of noise."""
+    mean_s = curve.mean_s
     # Two numbers tell most machines apart.
-    return bool(_is_jump(curve)) and may_alternate(curve)
+    if mean_s.size < 2 or not jumps_by(float(mean_s[0]), float(mean_s[1])):
+        return False
+    return may_alternate(curve)
 
 
-def _is_uneven(curve: LatencyCurve) -> BoolArray:
-    """`may_alternate` of each row of a curve, shape (k,) or ()."""
-    mean_s = curve.mean_s
-    if curve.tokens.size < 2:
-        return np.zeros(mean_s.shape[:-1], dtype=np.bool_)
-    extra_s = (mean_s[..., 1:] - mean_s[..., :1]) / curve.tokens[1:]
-    return np.asarray(extra_s[..., 0] > _LEAST_JUMP * extra_s.min(axis=-1))
-
-
-def _is_jump(curve: LatencyCurve) -> BoolArray:
-    """Whether the first prompt token makes a step longer by more than noise, shape (k,) or ()."""
-    mean_s = curve.mean_s
-    if curve.tokens.size < 2:
-        return np.zeros(mean_s.shape[:-1], dtype=np.bool_)
-    idle_s = mean_s[..., 0]
-    return np.asarray(mean_s[..., 1] - idle_s > LEAST_JUMP_SHARE * idle_s)
+def jumps_by(idle_s: float, first_s: float) -> bool:
+    """Whether the first prompt token makes a step longer by more than noise."""
+    return first_s - idle_s > LEAST_JUMP_SHARE * idle_s
 
 
 def bent_curve(

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from controller.policy.alternating import sustained_rate
 from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, made_safe
 from controller.policy.facts import greatest
+from controller.policy.steady import SteadyCurve
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 
@@ -34,11 +34,11 @@ class OwnPast:
 
     __slots__ = (
         "_cost_model",
-        "_curve",
         "_decodes",
         "_found",
         "_head",
         "_known",
+        "_steady",
         "_upper_share",
     )
 
@@ -47,16 +47,16 @@ class OwnPast:
         cost_model: CostModel,
         decodes: DecodeLoad,
         head: PrefillLoad,
-        curve: LatencyCurve,
+        steady: SteadyCurve,
         upper_share: float,
     ) -> None:
         self._cost_model = cost_model
         self._decodes = decodes
         self._head = head
-        self._curve = curve
+        self._steady = steady
         self._upper_share = upper_share
         self._known: dict[float, bool] = {}
-        self._found: dict[float, tuple[LatencyCurve, FloatArray]] = {}
+        self._found: dict[float, list[SteadyCurve]] = {}
 
     def matters(self, past: FloatArray) -> bool:
         """Whether pasts (n,) in tokens are long enough to make a difference."""
@@ -79,14 +79,6 @@ class OwnPast:
         the streams' period and no step longer than `longest_s`; None where not even tokens without
         a past have a rate.
         """
-        return self._costs(past, period_s, longest_s)[0]
-
-    def _costs(
-        self, past: FloatArray, period_s: float, longest_s: float
-    ) -> tuple[FloatArray | None, float]:
-        """Return `token_s`, and the seconds per token at the head of the queue; +inf without a
-        rate.
-        """
         pasts = [0.0]
         top = max(1.0, greatest(past))
         each = _FIRST_PAST
@@ -94,44 +86,39 @@ class OwnPast:
             pasts.append(each)
             each *= _APART
         pasts.append(top)
-        curve, steered_s = self._curves(pasts)
-        num = curve.mean_s.shape[0]
-        rate = sustained_rate(curve, steered_s, np.full(num, period_s), np.zeros(num), longest_s)
-        *rates_s, usual_s = rate.token_s.tolist()
-        *tokens, usual_tokens = rate.tokens.tolist()
-        usual_s = usual_s if usual_tokens >= 1.0 else math.inf
         costs: list[float] = []
-        for before, rate_s, num_tokens in zip(pasts, rates_s, tokens, strict=True):
+        for before, steady in zip(pasts, self._curves(pasts), strict=True):
+            rate_s, num_tokens, _ = steady.rate(period_s, longest_s)
             if num_tokens >= 1.0:
                 costs.append(rate_s)
             elif not costs:
-                return None, usual_s
+                return None
             else:
                 # No step has room for one: as if it grew with the past.
                 costs.append(costs[-1] * max(1.0, before / max(pasts[len(costs) - 1], _FIRST_PAST)))
         found: FloatArray = np.interp(past, pasts, costs)
-        return found, usual_s
+        return found
 
-    def _curves(self, pasts: list[float]) -> tuple[LatencyCurve, FloatArray]:
-        """Return the curve of the step with its tokens behind each of the pasts (p of them, rising)
-        and that of the head of the queue, rows of shape (p + 1, c), and what is steered by.
-        """
+    def _curves(self, pasts: list[float]) -> list[SteadyCurve]:
+        """Return the curve of the step with its tokens behind each of the pasts, rising."""
         top = pasts[-1]
         if top not in self._found:
-            tokens, num = self._curve.tokens, len(pasts)
+            tokens, num = self._steady.curve.tokens, len(pasts)
             rows = np.zeros((num, tokens.size, NUM_FEATURES))
             rows[:, :, 0] = tokens
             rows[:, :, 1], rows[:, :, 2] = self._decodes
             self._head.fill_features(tokens, rows[0])
             rows[:] = rows[0]
             rows[:, :, 3] = tokens * np.array(pasts)[:, None]
-            found = self._cost_model.predict(rows.reshape(-1, NUM_FEATURES))
-            mean_s, upper_s = np.empty((num + 1, tokens.size)), np.empty((num + 1, tokens.size))
-            for each_s, safe_s in zip(found, (mean_s, upper_s), strict=True):
-                np.maximum.accumulate(made_safe(each_s).reshape(num, -1), axis=1, out=safe_s[:num])
-            mean_s[num], upper_s[num] = self._curve.mean_s, self._curve.upper_s
-            curve = LatencyCurve(tokens, mean_s, np.maximum(mean_s, upper_s, out=upper_s))
-            self._found[top] = curve, curve.steered_s(self._upper_share)
+            mean_s, upper_s = self._cost_model.predict(rows.reshape(-1, NUM_FEATURES))
+            mean_s = np.maximum.accumulate(made_safe(mean_s).reshape(num, -1), axis=1)
+            upper_s = np.maximum.accumulate(made_safe(upper_s).reshape(num, -1), axis=1)
+            np.maximum(mean_s, upper_s, out=upper_s)
+            steered_s = np.maximum(mean_s, self._upper_share * upper_s)
+            self._found[top] = [
+                SteadyCurve(LatencyCurve(tokens, mean, upper), steered)
+                for mean, upper, steered in zip(mean_s, upper_s, steered_s, strict=True)
+            ]
         return self._found[top]
 
     def weighed(
@@ -152,7 +139,8 @@ class OwnPast:
         weighed = remaining.copy()
         for start, stop in stretches:
             period_s = float(before_s[start])
-            own_s, usual_s = self._costs(mean_past[start:stop], period_s, longest_s)
-            if own_s is not None and 0.0 < usual_s < math.inf:
+            usual_s, num_tokens, _ = self._steady.rate(period_s, longest_s)
+            own_s = self.token_s(mean_past[start:stop], period_s, longest_s)
+            if num_tokens >= 1.0 and own_s is not None and 0.0 < usual_s < math.inf:
                 weighed[start:stop] *= own_s / usual_s
         return weighed

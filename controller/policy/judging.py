@@ -13,10 +13,7 @@ import numpy as np
 
 from controller.policy.admission import is_rejected, verdicts_on_kept
 from controller.policy.alternating import (
-    NOTHING_SAVED,
     bent_curve,
-    may_alternate,
-    sustained_rate,
 )
 from controller.policy.attention import OwnPast
 from controller.policy.budget import (
@@ -37,6 +34,7 @@ from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
 from controller.policy.pacing import Pacing
 from controller.policy.precedence import heavier_first
 from controller.policy.settings import PolicyConfig
+from controller.policy.steady import SteadyCurve
 from controller.policy.verdicts import probe_tolerance, verdicts_on_late, verdicts_on_pace
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
@@ -143,12 +141,13 @@ def judge_queue(
     quota_rate = view.block_size / (config.turn_period * max(pacing.decode_s, 1e-9))
     new = [i for i, request in enumerate(wanting) if request.admission is None]
     left_s = queue.deadline_at - now
-    own_past = OwnPast(cost_model, decodes, head, curve, config.upper_share)
+    steady = SteadyCurve(curve, curve.steered_s(config.upper_share))
+    own_past = OwnPast(cost_model, decodes, head, steady, config.upper_share)
     work_s, done_s, passed_s = _drained(
         queue,
         decodes,
         pacing,
-        curve,
+        steady,
         intake,
         quota_rate,
         left_s,
@@ -157,7 +156,7 @@ def judge_queue(
         expected,
         is_told=bool(new),
     )
-    own_tokens, wait_s = own_step(curve, pacing, head.num_tokens, config)
+    own_tokens, wait_s = own_step(steady, pacing, head.num_tokens, config)
     done_s += wait_s
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
     # hold decodes and what replaces those who end. Who is lost whatever happens waits for nothing.
@@ -294,19 +293,18 @@ def _put_heavier_first(
 
 
 def own_step(
-    curve: LatencyCurve, pacing: Pacing, num_tokens: int, config: PolicyConfig
+    steady: SteadyCurve, pacing: Pacing, num_tokens: int, config: PolicyConfig
 ) -> tuple[int, float]:
     """Return the prompt tokens, at most `num_tokens`, that are worth a step which streams bank for
     (0 if mixing is as good), and the seconds that they still have to.
     """
-    if not pacing.is_paced or not may_alternate(curve):
+    if not pacing.is_paced:
         return 0, 0.0
-    steered_s = curve.steered_s(config.upper_share)
-    period_s, longest_s = np.array([pacing.period_s]), config.pace * pacing.gap_limit_s
-    rate = sustained_rate(curve, steered_s, period_s, NOTHING_SAVED, longest_s)
-    if not rate.is_alternating[0]:
+    rate = steady.rate(pacing.period_s, config.pace * pacing.gap_limit_s)
+    if not rate.is_alternating:
         return 0, 0.0
-    own_tokens = min(num_tokens, int(rate.tokens[0]))
+    curve = steady.curve
+    own_tokens = min(num_tokens, int(rate.tokens))
     step_s = float(np.interp(own_tokens, curve.tokens, curve.upper_s))
     saving = pacing.banks.saving(step_s, pacing.decode_s)
     return own_tokens, saving.wait_s(step_s, pacing.decode_s)
@@ -325,7 +323,7 @@ def _drained(
     queue: PrefillQueue,
     decodes: DecodeLoad,
     pacing: Pacing,
-    curve: LatencyCurve,
+    steady: SteadyCurve,
     intake: Intake,
     quota_rate: float,
     left_s: FloatArray,
@@ -344,9 +342,7 @@ def _drained(
     longest_s = config.pace * pacing.gap_limit_s
 
     def drained(outlook: Outlook) -> tuple[FloatArray, FloatArray, FloatArray]:
-        work_s, done_s = drain_s(
-            curve, queue, outlook, quota_rate, config.upper_share, longest_s, own_past
-        )
+        work_s, done_s = drain_s(steady, queue, outlook, quota_rate, longest_s, own_past)
         if expected is None:
             return work_s, done_s, np.zeros(done_s.size)
         later_s = _overtaken(queue, expected, own_past, pacing, done_s, left_s, config)
@@ -358,8 +354,7 @@ def _drained(
             return found
     relief_s = (pacing.decode_s - pacing.empty_s) / decodes.num_requests
     # A step takes what its budget takes, as long as prompts wait.
-    budget = np.interp(pacing.period_s, curve.steered_s(config.upper_share), curve.tokens)
-    step_s = float(np.interp(budget, curve.tokens, curve.mean_s))
+    step_s = steady.mixed_s(pacing.period_s)
     return drained(intake.outlook(pacing, relief_s, step_s))
 
 

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controller.policy.alternating import may_alternate, steady_rate, sustained_rate
+from controller.policy.alternating import sustained_rate
 from controller.policy.attention import OwnPast
-from controller.policy.budget import LatencyCurve, made_safe
+from controller.policy.budget import made_safe
 from controller.policy.facts import IntArray, greatest, least
 from controller.policy.ordering import BoolArray, PrefillQueue
 from controller.policy.settings import PolicyConfig
+from controller.policy.steady import SteadyCurve
 from costmodel.base import CostModel
 from costmodel.features import NUM_FEATURES, FloatArray
 
@@ -50,11 +51,10 @@ class Outlook(NamedTuple):
 
 
 def drain_s(
-    curve: LatencyCurve,
+    steady: SteadyCurve,
     queue: PrefillQueue,
     outlook: Outlook,
     quota_rate: float,
-    upper_share: float,
     longest_s: float = math.inf,
     own_past: OwnPast | None = None,
 ) -> tuple[FloatArray, FloatArray]:
@@ -68,10 +68,10 @@ def drain_s(
     a period, to the prompts. `own_past` knows what tokens cost behind their own past; without it
     they all cost what those at the head of the queue do.
     """
-    steered_s = curve.steered_s(upper_share)
     if not outlook.ends_s.size:
         period_s = float(outlook.periods_s[0])
-        return _drain_still(curve, queue, period_s, quota_rate, steered_s, longest_s, own_past)
+        return _drain_still(steady, queue, period_s, quota_rate, longest_s, own_past)
+    curve, steered_s = steady.curve, steady.steered_s
     num_ended = np.arange(outlook.ends_s.size + 1)
     starts_s = np.zeros(num_ended.size)
     starts_s[1:] = outlook.ends_s
@@ -109,11 +109,10 @@ def drain_s(
 
 
 def _drain_still(
-    curve: LatencyCurve,
+    steady: SteadyCurve,
     queue: PrefillQueue,
     period_s: float,
     quota_rate: float,
-    steered_s: FloatArray,
     longest_s: float,
     own_past: OwnPast | None,
 ) -> tuple[FloatArray, FloatArray]:
@@ -125,11 +124,9 @@ def _drain_still(
     total = amount.cumsum()
     work_s, done_s = np.empty(total.size), np.empty(total.size)
     free_s = 0.0
-    is_uneven = may_alternate(curve)
+    curve = steady.curve
     for start, stop in stretches:
-        token_s, budget = steady_rate(
-            curve, steered_s, float(before_s[start]), longest_s, is_uneven=is_uneven
-        )
+        token_s, budget, _ = steady.rate(float(before_s[start]), longest_s)
         is_open = budget >= 1.0
         token_s = max(token_s if is_open else 1.0 / quota_rate, 1e-12)
         wanted = total[start:stop] - (total[start - 1] if start else 0.0)

@@ -25,6 +25,7 @@ from controller.policy.on_time import (
 )
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import OnInfeasible, Promise, Slo
+from controller.policy.steady import SteadyCurve
 from engine.request import Request
 from engine.step import Admission, AdmissionAction
 from tests.controller.policy.doubles import (
@@ -103,7 +104,8 @@ def curve_and_queue(
         PrefillLoad(queue.remaining, queue.past),
         candidate_tokens(2000),
     )
-    _, done_s = drain_s(curve, queue, outlook or Outlook.still(0.5), 10.0, 1.0)
+    steady = SteadyCurve(curve, curve.steered_s(1.0))
+    _, done_s = drain_s(steady, queue, outlook or Outlook.still(0.5), 10.0)
     return float(done_s[0]), float(done_s[-1])
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from controller.policy.attention import OwnPast
 from controller.policy.budget import DecodeLoad, PrefillLoad, candidate_tokens, latency_curve
+from controller.policy.steady import SteadyCurve
 from costmodel.features import FloatArray
 from tests.controller.policy.doubles import JumpingModel, LinearCostModel
 
@@ -19,7 +20,7 @@ def own_past(model: LinearCostModel = MODEL, head: tuple[float, float] = (100.0,
     """Of a queue whose head has so many tokens left behind so many."""
     load = PrefillLoad(np.array([head[0]]), np.array([head[1]]))
     curve = latency_curve(model, NOBODY, load, candidate_tokens(4096))
-    return OwnPast(model, NOBODY, load, curve, 1.0)
+    return OwnPast(model, NOBODY, load, SteadyCurve(curve, curve.steered_s(1.0)), 1.0)
 
 
 def weighed(
