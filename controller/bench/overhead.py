@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.slo import Slo, SloClass
 from costmodel.prior import flat_prior
 from engine.blocks import BlockPool
 from engine.clock import Clock

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from controller.policy.facts import live_promise
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import OnInfeasible, Promise
+from controller.policy.slo import OnInfeasible
 from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase

@@ -127,6 +127,8 @@ class Demand:
     def __init__(self) -> None:
         self._classes: dict[str, _ClassDemand] = {}
         self._known: dict[str, tuple[_ClassDemand, _Arrival]] = {}
+        # What is expected but for the rates, which alone change while nobody comes.
+        self._usual: Expected | None = None
         self._since: float | None = None
 
     def observe(
@@ -157,7 +159,7 @@ class Demand:
         found.recent.append(arrival)
         self._known[request_id] = (found, arrival)
         found.weight = weight
-        found.usual = found.arrived_at = None
+        found.usual = found.arrived_at = self._usual = None
 
     def refuse(self, request_id: str) -> None:
         """Remember that a request was turned away, or is served without its promise."""
@@ -165,16 +167,18 @@ class Demand:
         if known is not None:
             found, arrival = known
             arrival.is_served = False
-            found.usual = None
+            found.usual = self._usual = None
 
     def expected(self, now: float) -> Expected | None:
         """Return what is expected from `now` on; None before anything has arrived."""
         since = self._since
         if since is None:
             return None
-        columns = [
-            (found.rate(now, since), *found.means(), found.weight)
-            for found in self._classes.values()
-        ]
-        rates, num_prompt, ttft_s, tpot_s, share, weight = np.array(columns).T
-        return Expected(tuple(self._classes), rates, num_prompt, ttft_s, tpot_s, weight, share)
+        classes = self._classes.values()
+        if self._usual is None:
+            columns = [(*found.means(), found.weight) for found in classes]
+            num_prompt, ttft_s, tpot_s, share, weight = np.array(columns).T
+            self._usual = Expected(
+                tuple(self._classes), weight, num_prompt, ttft_s, tpot_s, weight, share
+            )
+        return self._usual._replace(rate=np.array([found.rate(now, since) for found in classes]))

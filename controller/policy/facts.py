@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from controller.policy.budget import DecodeLoad
-from controller.policy.slo import OnInfeasible, Promise
+from controller.policy.promise import Promise
+from controller.policy.slo import OnInfeasible
 from costmodel.features import FloatArray
 from engine.ports import RequestView
 from engine.step import Admission

@@ -161,7 +161,7 @@ def judge_queue(
     # Work is not all: who finds no seat or no blocks waits for somebody to end. Until then steps
     # hold decodes and what replaces those who end. Who is lost whatever happens waits for nothing.
     possible = (work_s <= left_s).nonzero()[0]
-    fed_s = float(np.interp(intake.feed_tokens(queue), curve.tokens, curve.mean_s))
+    fed_s = steady.mean_s(intake.feed_tokens(queue))
     step_s = max(pacing.decode_s, min(fed_s, pacing.period_s))
     delays_s = intake.start_delays_s(queue, possible, step_s)
     if delays_s is None:

@@ -90,10 +90,13 @@ class SteadyCurve:
                 return True
         return False
 
+    def mean_s(self, num_tokens: float) -> float:
+        """Return the mean of a step with so many prompt tokens."""
+        return interpolated(num_tokens, self._tokens, self._mean_s)
+
     def mixed_s(self, period_s: float) -> float:
         """Return the mean of a step that takes as many prompt tokens as the period allows."""
-        tokens = interpolated(period_s, self._steered_s, self._tokens)
-        return interpolated(tokens, self._tokens, self._mean_s)
+        return self.mean_s(interpolated(period_s, self._steered_s, self._tokens))
 
 
 def interpolated(x: float, xp: list[float], fp: list[float]) -> float:

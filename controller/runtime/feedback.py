@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from controller.policy.lengths import OutputLengths
-from controller.policy.slo import Promise
+from controller.policy.promise import Promise
 from costmodel.features import StepFeatures
 from costmodel.hygiene import RejectReason
 from costmodel.refit import Refit

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from controller.policy.slo import Promise, Slo
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo
 from engine.request import FinishReason, SamplingParams
 from engine.step import Admission, PromptToken, TokenLogprob
 

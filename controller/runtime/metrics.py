@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from controller.policy.slo import Promise
+from controller.policy.promise import Promise
 from controller.runtime.memory_metrics import MemoryMetrics
 from controller.runtime.vllm_metrics import LATENCY_BUCKETS, VllmMetrics
 from costmodel.base import ModelQuality

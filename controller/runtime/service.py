@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from controller.policy.slo import MAX_TARGET_S, Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import MAX_TARGET_S, Slo, SloClass
 from controller.runtime.generation import (
     GenerationRequest,
     ServedModel,

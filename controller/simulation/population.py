@@ -10,7 +10,8 @@ import itertools
 import sys
 from collections.abc import Mapping
 
-from controller.policy.slo import Promise, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import SloClass
 from controller.simulation.hardware import Device
 from controller.workload.arrivals import Arrival
 from costmodel.features import StepFeatures

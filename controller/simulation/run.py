@@ -23,7 +23,8 @@ from controller.runtime.warmup import run_sweep, sweep_shapes
 from controller.simulation.hardware import Device, HardwareProfile
 from controller.simulation.oracle import OracleModel
 from controller.simulation.population import Population, PopulationRunner
-from controller.simulation.records import Recorder, SimulationResult, Stretch
+from controller.simulation.recorder import Recorder
+from controller.simulation.records import SimulationResult, Stretch
 from controller.workload.arrivals import Workload
 from costmodel.base import CostModel
 from costmodel.features import StepFeatures

@@ -17,8 +17,9 @@ import httpx
 from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.feedback import PromiseKeeper, Teacher
 from controller.runtime.warmup import run_sweep
 from costmodel.prior import fit_prior, sweep_plan

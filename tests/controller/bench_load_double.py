@@ -24,7 +24,8 @@ from controller.bench.client import LoadClient, StreamClient
 from controller.config import Settings
 from controller.policy.lengths import OutputLengths
 from controller.policy.policies import make_planner
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.feedback import Offer, PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.warmup import run_sweep
 from costmodel.prior import fit_prior, sweep_plan

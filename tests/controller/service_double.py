@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Message
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.generation import (
     AdmissionEvent,
     FinishedEvent,

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.api.app import create_app
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.metrics import Metrics
 from costmodel.base import ModelQuality, RegimeQuality
 from costmodel.features import Regime

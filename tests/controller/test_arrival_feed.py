@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from controller.policy.demand import Demand, Expected
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.arrival_feed import ArrivalFeed
 from engine.request import Request
 from engine.step import Admission, AdmissionAction, StepPlan, StepReport

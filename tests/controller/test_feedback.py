@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from controller.policy.lengths import OutputLengths
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.feedback import PromiseKeeper, Teacher, TelemetryFeed
 from controller.runtime.metrics import Metrics
 from costmodel.features import StepFeatures

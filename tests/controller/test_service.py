@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.generation import AdmissionEvent, FinishedEvent, TokenEvent
 from controller.runtime.streams import Stream, StreamHub
 from engine.ports import EngineView

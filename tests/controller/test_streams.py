@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.runtime.generation import FinishedEvent, PromptEvent, TokenEvent
 from controller.runtime.streams import Stream, StreamHub
 from engine.request import FinishReason, Request, RequestPhase

@@ -5,7 +5,8 @@ from __future__ import annotations
 from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
-from controller.policy.slo import OnInfeasible, Promise, Slo
+from controller.policy.promise import Promise
+from controller.policy.slo import OnInfeasible, Slo
 from engine.config import EngineConfig
 from engine.ports import Planner
 from engine.request import FinishReason, Request

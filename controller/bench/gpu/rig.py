@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from controller.bench.series import RequestSeries, TokenRead
-from controller.policy.slo import OnInfeasible, Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import OnInfeasible, Slo, SloClass
 from controller.runtime.feedback import PromiseKeeper
 from engine.blocks import BlockPool
 from engine.clock import Clock

@@ -12,8 +12,9 @@ import numpy as np
 from controller.policy.demand import Demand
 from controller.policy.facts import ClassNames, FactReader, RunningTable
 from controller.policy.ordering import PrefillQueue
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import OnInfeasible, Promise, Slo, SloClass
+from controller.policy.slo import OnInfeasible, Slo, SloClass
 from controller.runtime.arrival_feed import ArrivalFeed
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
 from costmodel.features import NUM_FEATURES, FloatArray, StepFeatures

@@ -23,8 +23,9 @@ from controller.policy.on_time import (
     predict_alone,
     predict_decode_alone,
 )
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import OnInfeasible, Promise, Slo
+from controller.policy.slo import OnInfeasible, Slo
 from controller.policy.steady import SteadyCurve
 from engine.request import Request
 from engine.step import Admission, AdmissionAction

@@ -21,8 +21,9 @@ from controller.policy.alternating import (
 from controller.policy.budget import DecodeLoad, LatencyCurve, PrefillLoad, candidate_tokens
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import SloPlanner
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise, Slo
+from controller.policy.slo import Slo
 from controller.policy.steady import SteadyCurve
 from engine.config import EngineConfig
 from engine.ports import EngineView

@@ -13,7 +13,8 @@ from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.overtaking import Elders
 from controller.policy.planner import PolicyConfig, SloPlanner
-from controller.policy.slo import OnInfeasible, Promise, Slo
+from controller.policy.promise import Promise
+from controller.policy.slo import OnInfeasible, Slo
 from engine.config import EngineConfig
 from engine.ports import EngineView, Planner, RequestView
 from engine.request import FinishReason, Request, RequestPhase

@@ -7,7 +7,8 @@ import pytest
 from controller.policy.demand import Demand
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
-from controller.policy.slo import Promise, Slo
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo
 from engine.config import EngineConfig
 from engine.request import Request
 from engine.step import Admission, AdmissionAction

@@ -9,8 +9,9 @@ import pytest
 
 from controller.policy.facts import class_name, live_promise
 from controller.policy.ordering import PrefillQueue, first_due_at, oldest_due, relegated_last
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise, Slo
+from controller.policy.slo import Slo
 from engine.request import Request, RequestPhase
 from engine.step import Admission, AdmissionAction
 from tests.controller.policy.doubles import (

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from controller.policy.pacing import Pacing, pace_decodes
+from controller.policy.promise import Promise
 from controller.policy.settings import PolicyConfig
-from controller.policy.slo import Promise, Slo
+from controller.policy.slo import Slo
 from engine.request import Request
 from tests.controller.policy.doubles import LinearCostModel, decode, slo_class, table_of
 

@@ -12,7 +12,8 @@ from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeas
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.policies import POLICY_NAMES, budget_of, fixed_budget, make_planner
-from controller.policy.slo import OnInfeasible, Promise, Slo
+from controller.policy.promise import Promise
+from controller.policy.slo import OnInfeasible, Slo
 from engine.ports import EngineView
 from engine.step import AdmissionAction, StepDecision, StepPlan
 from tests.controller.policy.checking import CheckedPlanner

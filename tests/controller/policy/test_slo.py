@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 
 
 def promise(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.policy.slo import Promise, Slo, SloClass
+from controller.policy.promise import Promise
+from controller.policy.slo import Slo, SloClass
 from controller.simulation.hardware import A100_8B, Device
 from controller.simulation.population import END_TOKEN, WORD_TOKEN, Population, PopulationRunner
 from controller.workload.arrivals import Arrival
