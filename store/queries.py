@@ -139,6 +139,12 @@ class TelemetryReader:
         with self._database.read() as connection:
             return _rows(connection, query.limit(limit))
 
+    def run(self, run_id: str) -> JsonRow | None:
+        """Return one server life; None if there is none with that id."""
+        with self._database.read() as connection:
+            rows = _rows(connection, select(tables.run).where(_RUN.run_id == run_id))
+        return rows[0] if rows else None
+
     def request(self, request_id: str, *, run_id: str | None = None) -> JsonRow | None:
         """Return one request's life: `request`, `steps`, `events`; None if nothing is known.
 

@@ -26,7 +26,8 @@ def costmodel(
         str | None, typer.Option("--db", help="Database with stored steps, for --run.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Replay the steps of this server run. 'last' = the newest.")
+        str | None,
+        typer.Option(help="Replay the steps of this server run. 'last' or 'latest' = the newest."),
     ] = None,
     record: Annotated[
         Path | None,
@@ -127,6 +128,7 @@ def costmodel(
 def _stored(db: str | None, run: str) -> StepSeries:
     """Return the series of a stored run; SourceError if there is none."""
     from controller.bench.costmodel_steps import SourceError, stored_series
+    from controller.simulation.stored import NEWEST
     from store.errors import StoreError
     from store.queries import TelemetryReader
 
@@ -134,7 +136,7 @@ def _stored(db: str | None, run: str) -> StepSeries:
     try:
         reader = TelemetryReader.open(url)
         try:
-            if run == "last":
+            if run in NEWEST:
                 runs = reader.runs(limit=1)
                 if not runs:
                     raise SourceError("the database holds no run")

@@ -85,11 +85,16 @@ def read_run(reader: TelemetryReader, run_id: str) -> RunRows:
 
     StoredRunError if it is unknown or nobody's request has ended in it; StoreError from the reader.
     """
-    runs = reader.runs(limit=_MAX_RUNS)
-    wanted = [run for run in runs if run_id in (*NEWEST, run["run_id"])]
-    if not wanted and run_id not in NEWEST:
-        known = ", ".join(run["run_id"] for run in runs[:_NUM_TOLD]) or "none"
-        raise StoredRunError(f"no run {run_id!r} is stored; the newest are: {known}")
+    wanted: tuple[JsonRow, ...]
+    if run_id in NEWEST:
+        wanted = reader.runs(limit=_MAX_RUNS)
+    else:
+        found = reader.run(run_id)
+        if found is None:
+            newest = reader.runs(limit=_NUM_TOLD)
+            known = ", ".join(run["run_id"] for run in newest) or "none"
+            raise StoredRunError(f"no run {run_id!r} is stored; the newest are: {known}")
+        wanted = (found,)
     for run in wanted:
         requests = _requests(reader, run["run_id"])
         if requests:

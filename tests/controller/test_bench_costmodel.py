@@ -330,12 +330,13 @@ APP = typer.Typer()
 APP.command()(costmodel)
 
 
-def test_the_command_replays_a_stored_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["last", "latest", "run-a"])
+def test_the_command_replays_a_stored_run(run: str, tmp_path: Path) -> None:
     steps = [make_step(n, duration_s=0.1 + 0.001 * (n % 7)) for n in range(120)]
     url = stored(tmp_path / "t.db", *steps)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(
-        APP, ["--db", url, "--run", "last", "--no-synthetic", "--learner", "recursive",
+        APP, ["--db", url, "--run", run, "--no-synthetic", "--learner", "recursive",
               "--out", str(out)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
