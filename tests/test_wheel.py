@@ -100,6 +100,7 @@ def test_the_step_path_is_compiled_and_the_working_tree_is_left_alone(installed:
     names = [
         "controller.policy.judging", "controller.policy.planner", "costmodel.envelope",
         "costmodel.recursive", "engine.loop", "controller.runtime.feedback",
+        "controller.policy.promise", "controller.policy.steady", "controller.simulation.recorder",
     ]  # fmt: skip
     code = (
         "import importlib, json\n"

@@ -19,6 +19,7 @@ from engine.clock import MonotonicClock
 
 if TYPE_CHECKING:
     from controller.bench.costmodel_steps import StepSeries
+    from store.queries import TelemetryReader
 
 
 def costmodel(
@@ -27,7 +28,9 @@ def costmodel(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Replay the steps of this server run. 'last' or 'latest' = the newest."),
+        typer.Option(
+            help="Replay the steps of this server run. 'last' = the newest that has some."
+        ),
     ] = None,
     record: Annotated[
         Path | None,
@@ -137,15 +140,26 @@ def _stored(db: str | None, run: str) -> StepSeries:
         reader = TelemetryReader.open(url)
         try:
             if run in NEWEST:
-                runs = reader.runs(limit=1)
-                if not runs:
-                    raise SourceError("the database holds no run")
-                run = runs[0]["run_id"]
+                run = _newest(reader)
             return stored_series(reader, run)
         finally:
             reader.close()
     except StoreError as exc:
         raise SourceError(f"--db: {exc}") from exc
+
+
+def _newest(reader: TelemetryReader) -> str:
+    """Return the newest run with steps (one that has only just begun has nothing to replay);
+    SourceError if there is none.
+    """
+    from controller.bench.costmodel_steps import SourceError
+    from controller.simulation.stored import MAX_RUNS
+
+    for run in reader.runs(limit=MAX_RUNS):
+        run_id: str = run["run_id"]
+        if reader.steps(run_id=run_id, limit=1).rows:
+            return run_id
+    raise SourceError("the database holds no run with steps")
 
 
 def _recorded(path: Path, model: str, duration_s: float, seed: int) -> StepSeries:

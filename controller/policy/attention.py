@@ -26,12 +26,13 @@ _APART = 4.0
 
 
 class _Costs(NamedTuple):
-    """What steps take with all their tokens behind each of the `pasts`, rising; whether the longest
-    `matters`.
+    """What steps take with all their tokens behind each of the `pasts`, rising: rows of seconds, of
+    shape (p, c); and whether the longest `matters`.
     """
 
     pasts: list[float]
-    curves: list[SteadyCurve]
+    curve: LatencyCurve
+    steered_s: FloatArray
     matters: bool
 
 
@@ -45,6 +46,7 @@ class OwnPast:
 
     __slots__ = (
         "_cost_model",
+        "_curves",
         "_decodes",
         "_found",
         "_head",
@@ -66,17 +68,26 @@ class OwnPast:
         self._steady = steady
         self._upper_share = upper_share
         self._found: dict[float, _Costs] = {}
+        self._curves: dict[float, list[SteadyCurve]] = {}
 
     def matters(self, past: FloatArray) -> bool:
         """Whether pasts (n,) in tokens are long enough to make a difference."""
-        return self._look(past).matters
+        return self._look(greatest(past)).matters
 
     def token_s(self, past: FloatArray, period_s: float, longest_s: float) -> FloatArray | None:
         """Return the seconds per prompt token at each mean past (n,), at the best rate that keeps
         the streams' period and no step longer than `longest_s`; None where not even tokens without
         a past have a rate.
         """
-        pasts, curves, _ = self._look(past)
+        longest = greatest(past)
+        pasts, curve, steered_s, _ = self._look(longest)
+        curves = self._curves.get(longest)
+        if curves is None:
+            rows = zip(curve.mean_s, curve.upper_s, steered_s, strict=True)
+            curves = self._curves[longest] = [
+                SteadyCurve(LatencyCurve(curve.tokens, mean, upper), steered)
+                for mean, upper, steered in rows
+            ]
         costs: list[float] = []
         for before, steady in zip(pasts, curves, strict=True):
             rate_s, num_tokens, _ = steady.rate(period_s, longest_s)
@@ -90,17 +101,16 @@ class OwnPast:
         found: FloatArray = np.interp(past, pasts, costs)
         return found
 
-    def _look(self, past: FloatArray) -> _Costs:
-        """Return what steps cost behind pasts up to the longest of these."""
-        top = max(1.0, greatest(past))
-        found = self._found.get(top)
+    def _look(self, longest: float) -> _Costs:
+        """Return what steps cost behind pasts up to the longest."""
+        found = self._found.get(longest)
         if found is None:
-            found = self._found[top] = self._ask(top)
+            found = self._found[longest] = self._ask(longest)
         return found
 
-    def _ask(self, top: float) -> _Costs:
+    def _ask(self, longest: float) -> _Costs:
         """Ask the cost model, in one call."""
-        pasts = [0.0]
+        pasts, top = [0.0], max(1.0, longest)
         each = _FIRST_PAST
         while each < top:
             pasts.append(each)
@@ -117,18 +127,15 @@ class OwnPast:
         probes = rows[-2:]
         probes[:, 0], probes[:, 5] = _PROBED_TOKENS, 1.0
         probes[:, 4] = _PROBED_TOKENS * _PROBED_TOKENS
-        probes[1, 3] = _PROBED_TOKENS * top
+        probes[1, 3] = _PROBED_TOKENS * longest
         means_s, uppers_s = map(made_safe, self._cost_model.predict(rows))
         short_s, long_s = means_s[-2:].tolist()
         mean_s = np.maximum.accumulate(means_s[:-2].reshape(num, -1), axis=1)
         upper_s = np.maximum.accumulate(uppers_s[:-2].reshape(num, -1), axis=1)
         np.maximum(mean_s, upper_s, out=upper_s)
         steered_s = np.maximum(mean_s, self._upper_share * upper_s)
-        curves = [
-            SteadyCurve(LatencyCurve(tokens, mean, upper), steered)
-            for mean, upper, steered in zip(mean_s, upper_s, steered_s, strict=True)
-        ]
-        return _Costs(pasts, curves, long_s - short_s > _LEAST_SHARE * short_s)
+        curve = LatencyCurve(tokens, mean_s, upper_s)
+        return _Costs(pasts, curve, steered_s, long_s - short_s > _LEAST_SHARE * short_s)
 
     def weighed(
         self,

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from controller.policy.admission import is_rejected, verdicts_on_kept
-from controller.policy.alternating import (
-    bent_curve,
-)
+from controller.policy.alternating import bent_curve
 from controller.policy.attention import OwnPast
 from controller.policy.budget import (
     DecodeLoad,

@@ -16,7 +16,7 @@ from costmodel.features import FloatArray
 
 
 class Rate(NamedTuple):
-    """Seconds per prompt token in steps of `tokens` of them; infinite and 0 where there is none.
+    """Seconds per prompt token in steps of `tokens` of them; infinite where not one fits a step.
 
     `is_alternating` says that such a step comes after steps of decodes alone.
     """

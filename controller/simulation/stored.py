@@ -26,11 +26,11 @@ from controller.workload.draws import rng_for
 from store.queries import JsonRow, TelemetryReader
 
 NEWEST: Final = ("last", "latest")
-"""Words for the newest run that has requests."""
+"""Words for the newest run that has what is asked for."""
 
 _ENDED: Final = frozenset({"stop", "length"})
 _PAGE: Final = 5000
-_MAX_RUNS: Final = 1000
+MAX_RUNS: Final = 1000
 _NUM_TOLD: Final = 5
 
 
@@ -87,7 +87,7 @@ def read_run(reader: TelemetryReader, run_id: str) -> RunRows:
     """
     wanted: tuple[JsonRow, ...]
     if run_id in NEWEST:
-        wanted = reader.runs(limit=_MAX_RUNS)
+        wanted = reader.runs(limit=MAX_RUNS)
     else:
         found = reader.run(run_id)
         if found is None:

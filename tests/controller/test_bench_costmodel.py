@@ -334,6 +334,9 @@ APP.command()(costmodel)
 def test_the_command_replays_a_stored_run(run: str, tmp_path: Path) -> None:
     steps = [make_step(n, duration_s=0.1 + 0.001 * (n % 7)) for n in range(120)]
     url = stored(tmp_path / "t.db", *steps)
+    # A server that has only just begun has nothing to replay.
+    begun = make_run("run-b", started_at=2**41)
+    assert TelemetryWriter(Database.open_writer(url), begun, VirtualClock()).close()
     out = tmp_path / "out.json"
     done = CliRunner().invoke(
         APP, ["--db", url, "--run", run, "--no-synthetic", "--learner", "recursive",

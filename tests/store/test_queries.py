@@ -122,7 +122,6 @@ def test_the_newest_run_answers_for_an_id_that_two_runs_know(url: str) -> None:
     assert older is not None
     assert newest["request"]["num_prompt_tokens"] == 5
     assert older["request"]["num_prompt_tokens"] == 96
-    # A run is found by its id, however many came after it.
     found = reader.run("run-a")
     assert found is not None
     assert found["run_id"] == "run-a"

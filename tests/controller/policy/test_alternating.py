@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from controller.policy.alternating import (
@@ -324,21 +324,31 @@ def test_the_queue_is_predicted_at_the_rate_of_alternating_steps() -> None:
 
 
 @given(
-    st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.05), st.floats(1e-5, 1e-3)),
+    st.floats(0.001, 0.05),
+    st.floats(0.0, 3.0),
+    st.floats(0.0, 1e-3),
     st.integers(0, 12),
-    st.floats(0.0, 0.3),
-    st.floats(0.01, 0.5),
+    st.floats(0.0, 1.5) | st.just(math.inf),
+    st.floats(0.01, 0.5) | st.just(math.inf),
 )
+@example(0.03, 1.0, 1e-4, 12, 0.5, math.inf)  # alternates
+@example(0.03, 1.0, 1e-4, 12, 0.0, math.inf)  # nothing to spare
 def test_in_plain_numbers_the_rate_is_the_same(
-    machine: tuple[float, float, float], num_powers: int, period_s: float, longest_s: float
+    idle_s: float, jump: float, token_s: float, num_powers: int, above: float, longest_s: float
 ) -> None:
-    idle_s, jump_s, token_s = machine
     tokens = np.concatenate(([0.0], np.floor(2.0 ** np.arange(num_powers))))
+    jump_s = jump * idle_s
     mean_s = idle_s + np.where(tokens > 0.0, np.maximum(jump_s, token_s * tokens), 0.0)
     of = LatencyCurve(tokens, mean_s, 1.1 * mean_s)
-    steered_s = of.steered_s(0.95)
+    # Within the jump, where steps of their own are worth it; at its ends; and beyond.
+    steered_s, period_s = of.steered_s(0.95), idle_s + above * max(jump_s, 1e-3)
     plain = SteadyCurve(of, steered_s).rate(period_s, longest_s)
     found = sustained_rate(of, steered_s, np.array([period_s]), np.zeros(1), longest_s)
     assert tuple(plain) == tuple(column.item() for column in found)
     mixed = np.interp(np.interp(period_s, steered_s, tokens), tokens, mean_s)
     assert SteadyCurve(of, steered_s).mixed_s(period_s) == mixed
+
+
+def test_a_jump_with_half_of_it_to_spare_is_alternated_in_plain_numbers_too() -> None:
+    jump = curve(0.03, floor_tokens=512.0)
+    assert SteadyCurve(jump, jump.mean_s).rate(0.045, math.inf).is_alternating

@@ -64,6 +64,13 @@ def test_short_pasts_are_not_looked_at() -> None:
     assert weighed(own, remaining, [0.0, 0.0]).tolist() == remaining
 
 
+def test_a_single_token_has_half_of_itself_before_it() -> None:
+    # Behind one token a step of 256 takes 2.6 % longer: one that is alone has half of that.
+    own = own_past(LinearCostModel((0.0, 0.0, 0.0, 1e-6, 0.0), 0.01, margin=0.0), (1.0, 0.0))
+    assert own.matters(np.array([1.0]))
+    assert weighed(own, [1.0], [0.0]).tolist() == [1.0]
+
+
 def test_where_prompts_have_no_rate_nothing_is_said() -> None:
     own = own_past()
     assert own.token_s(np.array([50_000.0]), 0.005, 0.005) is None

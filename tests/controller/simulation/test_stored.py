@@ -164,6 +164,15 @@ def test_the_newest_run_is_the_last_that_has_requests_by_either_word(url: str) -
     assert len(read(url, "run-a").requests) == 20
 
 
+def test_a_run_is_found_by_its_id_however_many_came_after_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.simulation.stored.MAX_RUNS", 1)
+    write(url, *twenty(), started_at=1000)
+    write(url, run_id="run-b", started_at=2000)
+    assert len(read(url, "run-a").requests) == 20
+
+
 def test_more_requests_than_a_page_holds_are_all_read(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
