@@ -65,7 +65,9 @@ class Intake:
 
     __slots__ = (
         "_headroom",
+        "_known_blocks",
         "_known_joiners",
+        "_known_steps",
         "_ledger",
         "_lengths",
         "_names",
@@ -102,6 +104,8 @@ class Intake:
         self._num_running = len(running)
         self._seats = max_running - len(running)
         self._reserve = int(kv_reserve * view.num_total_blocks)
+        self._known_blocks: FloatArray | None = None
+        self._known_steps: FloatArray | None = None
         self._known_joiners: tuple[PrefillQueue, Joiners] | None = None
         # Counted when somebody asks to come in: most steps nobody does.
         self._headroom: int | None = None
@@ -137,9 +141,7 @@ class Intake:
 
     def _count_headroom(self) -> int:
         if self._headroom is None:
-            running = self._running
-            blocks = self._expected_blocks(running.facts, running.num_output)
-            to_grow = int(np.maximum(blocks - running.num_held, 0.0).sum())
+            to_grow = int(np.maximum(self._running_blocks() - self._running.num_held, 0.0).sum())
             num_free = self._view.num_free_blocks + self._ledger.num_returned
             self._headroom = num_free - to_grow - self._reserve
         return self._headroom
@@ -264,19 +266,27 @@ class Intake:
         The first of n similar answers ends long before the average one: those who run are spread
         over the quantiles, in the order of their medians.
         """
-        running = self._running
-        num = len(running)
-        middle = np.full(num, 0.5)
-        medians = self._steps_left(running.facts, running.num_output, middle)
-        share = np.empty(num)
-        share[medians.argsort(kind="stable")] = (np.arange(num) + 0.5) / max(1, num)
-        return self._steps_left(running.facts, running.num_output, share)
+        if self._known_steps is None:
+            running = self._running
+            num = len(running)
+            middle = np.full(num, 0.5)
+            medians = self._steps_left(running.facts, running.num_output, middle)
+            share = np.empty(num)
+            share[medians.argsort(kind="stable")] = (np.arange(num) + 0.5) / max(1, num)
+            self._known_steps = self._steps_left(running.facts, running.num_output, share)
+        return self._known_steps
+
+    def _running_blocks(self) -> FloatArray:
+        """`_blocks` of each of the running requests."""
+        if self._known_blocks is None:
+            running = self._running
+            self._known_blocks = self._expected_blocks(running.facts, running.num_output)
+        return self._known_blocks
 
     def _ends(self) -> list[End]:
         """The ends of everybody running, as a heap."""
         running = self._running
-        blocks = self._expected_blocks(running.facts, running.num_output)
-        steps = self._running_steps_left()
+        steps, blocks = self._running_steps_left(), self._running_blocks()
         class_no = running.facts[CLASS].astype(np.intp)
         columns = (steps, blocks, running.num_known, class_no)
         ends = list(map(End, *(column.tolist() for column in columns)))
