@@ -7,7 +7,6 @@ predicted. Must not order the queue or predict when anybody is done.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +24,6 @@ _FIRST_PAST = 2048.0
 _APART = 4.0
 
 
-class _Costs(NamedTuple):
-    """What steps take with all their tokens behind each of the `pasts`, rising: rows of seconds, of
-    shape (p, c); and whether the longest `matters`.
-    """
-
-    pasts: list[float]
-    curve: LatencyCurve
-    steered_s: FloatArray
-    matters: bool
-
-
 class OwnPast:
     """Seconds per prompt token by how much of its prompt stands before it.
 
@@ -46,10 +34,10 @@ class OwnPast:
 
     __slots__ = (
         "_cost_model",
-        "_curves",
         "_decodes",
         "_found",
         "_head",
+        "_known",
         "_steady",
         "_upper_share",
     )
@@ -67,29 +55,37 @@ class OwnPast:
         self._head = head
         self._steady = steady
         self._upper_share = upper_share
-        self._found: dict[float, _Costs] = {}
-        self._curves: dict[float, list[SteadyCurve]] = {}
+        self._known: dict[float, bool] = {}
+        self._found: dict[float, list[SteadyCurve]] = {}
 
     def matters(self, past: FloatArray) -> bool:
         """Whether pasts (n,) in tokens are long enough to make a difference."""
-        return self._look(greatest(past)).matters
+        longest = greatest(past)
+        known = self._known.get(longest)
+        if known is None:
+            rows = np.zeros((2, NUM_FEATURES))
+            rows[:, 0], rows[:, 5] = _PROBED_TOKENS, 1.0
+            rows[:, 1], rows[:, 2] = self._decodes
+            rows[:, 4] = _PROBED_TOKENS * _PROBED_TOKENS
+            rows[1, 3] = _PROBED_TOKENS * longest
+            short_s, long_s = made_safe(self._cost_model.predict(rows).mean_s).tolist()
+            known = self._known[longest] = long_s - short_s > _LEAST_SHARE * short_s
+        return known
 
     def token_s(self, past: FloatArray, period_s: float, longest_s: float) -> FloatArray | None:
         """Return the seconds per prompt token at each mean past (n,), at the best rate that keeps
         the streams' period and no step longer than `longest_s`; None where not even tokens without
         a past have a rate.
         """
-        longest = greatest(past)
-        pasts, curve, steered_s, _ = self._look(longest)
-        curves = self._curves.get(longest)
-        if curves is None:
-            rows = zip(curve.mean_s, curve.upper_s, steered_s, strict=True)
-            curves = self._curves[longest] = [
-                SteadyCurve(LatencyCurve(curve.tokens, mean, upper), steered)
-                for mean, upper, steered in rows
-            ]
+        pasts = [0.0]
+        top = max(1.0, greatest(past))
+        each = _FIRST_PAST
+        while each < top:
+            pasts.append(each)
+            each *= _APART
+        pasts.append(top)
         costs: list[float] = []
-        for before, steady in zip(pasts, curves, strict=True):
+        for before, steady in zip(pasts, self._curves(pasts), strict=True):
             rate_s, num_tokens, _ = steady.rate(period_s, longest_s)
             if num_tokens >= 1.0:
                 costs.append(rate_s)
@@ -101,41 +97,27 @@ class OwnPast:
         found: FloatArray = np.interp(past, pasts, costs)
         return found
 
-    def _look(self, longest: float) -> _Costs:
-        """Return what steps cost behind pasts up to the longest."""
-        found = self._found.get(longest)
-        if found is None:
-            found = self._found[longest] = self._ask(longest)
-        return found
-
-    def _ask(self, longest: float) -> _Costs:
-        """Ask the cost model, in one call."""
-        pasts, top = [0.0], max(1.0, longest)
-        each = _FIRST_PAST
-        while each < top:
-            pasts.append(each)
-            each *= _APART
-        pasts.append(top)
-        tokens, num = self._steady.curve.tokens, len(pasts)
-        rows = np.zeros((num * tokens.size + 2, NUM_FEATURES))
-        rows[:, 1], rows[:, 2] = self._decodes
-        steps = rows[:-2].reshape(num, tokens.size, NUM_FEATURES)
-        steps[0, :, 0] = tokens
-        self._head.fill_features(tokens, steps[0])
-        steps[1:] = steps[0]
-        steps[:, :, 3] = tokens * np.array(pasts)[:, None]
-        probes = rows[-2:]
-        probes[:, 0], probes[:, 5] = _PROBED_TOKENS, 1.0
-        probes[:, 4] = _PROBED_TOKENS * _PROBED_TOKENS
-        probes[1, 3] = _PROBED_TOKENS * longest
-        means_s, uppers_s = map(made_safe, self._cost_model.predict(rows))
-        short_s, long_s = means_s[-2:].tolist()
-        mean_s = np.maximum.accumulate(means_s[:-2].reshape(num, -1), axis=1)
-        upper_s = np.maximum.accumulate(uppers_s[:-2].reshape(num, -1), axis=1)
-        np.maximum(mean_s, upper_s, out=upper_s)
-        steered_s = np.maximum(mean_s, self._upper_share * upper_s)
-        curve = LatencyCurve(tokens, mean_s, upper_s)
-        return _Costs(pasts, curve, steered_s, long_s - short_s > _LEAST_SHARE * short_s)
+    def _curves(self, pasts: list[float]) -> list[SteadyCurve]:
+        """Return the curve of the step with its tokens behind each of the pasts, rising."""
+        top = pasts[-1]
+        if top not in self._found:
+            tokens, num = self._steady.curve.tokens, len(pasts)
+            rows = np.zeros((num, tokens.size, NUM_FEATURES))
+            rows[0, :, 0] = tokens
+            rows[0, :, 1], rows[0, :, 2] = self._decodes
+            self._head.fill_features(tokens, rows[0])
+            rows[1:] = rows[0]
+            rows[:, :, 3] = tokens * np.array(pasts)[:, None]
+            found = self._cost_model.predict(rows.reshape(-1, NUM_FEATURES))
+            mean_s = np.maximum.accumulate(made_safe(found.mean_s).reshape(num, -1), axis=1)
+            upper_s = np.maximum.accumulate(made_safe(found.upper_s).reshape(num, -1), axis=1)
+            np.maximum(mean_s, upper_s, out=upper_s)
+            steered_s = np.maximum(mean_s, self._upper_share * upper_s)
+            self._found[top] = [
+                SteadyCurve(LatencyCurve(tokens, mean, upper), steered)
+                for mean, upper, steered in zip(mean_s, upper_s, steered_s, strict=True)
+            ]
+        return self._found[top]
 
     def weighed(
         self,
