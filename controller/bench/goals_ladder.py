@@ -175,8 +175,10 @@ class Race:
     """Scores policies for `search_budget`: how far up the ladder each of them holds a level.
 
     A score is (rung at which it first fails, mean attainment of the seeds there). Whoever comes
-    later begins at the rung at which the best so far failed: a loser costs one run, not a walk.
-    Where the first seed is two points below the level, the others are not asked.
+    later begins at the rung at which the best so far failed, and if it fails there too must hold
+    the one below: how much of a collapse is left says nothing. A loser costs two runs, not a walk,
+    and its score is the lower of the two, where it lost. Where the first seed is two points below
+    the level, the others are not asked.
     """
 
     def __init__(
@@ -202,15 +204,18 @@ class Race:
         while value >= self._level and rung < self._span.ceiling:
             rung += 1
             value = self._at(policy, rung)
-        if self._is_first and rung == self._next:
+        if rung == self._next:
             # The first one has nobody to lose against: how far down does it have to go?
             while rung > self._span.floor:
                 below = self._at(policy, rung - 1)
                 if below >= self._level:
                     break
                 rung, value = rung - 1, below
+                if not self._is_first:
+                    break
+        # Whoever lost says nothing about where the next one should begin.
+        self._next = rung if self._is_first else max(rung, self._next)
         self._is_first = False
-        self._next = rung
         return float(rung), value
 
     def _at(self, policy: str, rung: int) -> float:

@@ -137,9 +137,25 @@ def test_the_race_finds_the_best_budget_and_spares_the_losers() -> None:
 
     assert found.policy == "edf-368"
     assert race.scores["edf-368"][0] == 11
-    # Far from the best: asked once, where the best so far had failed.
+    # Far from the best: asked where the best so far had failed, and where it had held.
     for loser in ("edf-1024", "edf-2048", "edf-4096", "edf-128"):
-        assert sum(count for (policy, *_), count in asked.calls.items() if policy == loser) == 1
+        assert sum(count for (policy, *_), count in asked.calls.items() if policy == loser) == 2
+        assert race.scores[loser][0] < race.scores["edf-368"][0]
+
+
+def test_what_is_left_of_a_collapse_wins_no_race() -> None:
+    def attainment(policy: str, rung: int, seed: int) -> float:
+        # 512 holds to rung 8 and then collapses; the others fail from rung 3 on, by and by.
+        if policy == "edf-512":
+            return 1.0 if rung <= 8 else 0.2
+        return 1.0 if rung < 3 else 0.95 - 0.05 * (rung - 2)
+
+    race = Race(Asked(attainment), 0.9, (0,), 5, Span(0, 12))
+    scores = race(["edf-512", "edf-1024", "edf-256"])
+    assert scores[0] == (9.0, 0.2)
+    assert max(race.scores, key=lambda name: race.scores[name]) == "edf-512"
+    # Who comes after a loser is still held against the best.
+    assert scores[1][0] == scores[2][0] == 8.0
 
 
 def test_the_race_ends_at_the_floor_and_at_the_ceiling() -> None:
