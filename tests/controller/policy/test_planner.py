@@ -10,6 +10,7 @@ import pytest
 
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
+from controller.policy.promise import Promise
 from controller.policy.slo import OnInfeasible, Slo
 from engine.ports import EngineView
 from engine.request import Request, RequestPhase
@@ -17,6 +18,7 @@ from engine.step import AdmissionAction, StepDecision, StepPlan, WorkKind
 from tests.controller.policy.checking import CheckedPlanner
 from tests.controller.policy.doubles import (
     LinearCostModel,
+    Simulation,
     decode,
     running,
     slo_class,
@@ -330,3 +332,35 @@ def test_prompts_take_their_time_until_a_backlog_has_formed() -> None:
     assert tokens(2) > 300
     assert tokens(2, patience_backlog=math.inf) < 300
     assert tokens(1, patience_backlog=0.1) == 200
+
+
+def test_who_comes_back_when_it_was_told_to_is_served_in_time() -> None:
+    model = LinearCostModel((0.001, 0.002, 0.0, 0.0, 0.0), 0.01, margin=0.0)
+    slo = Slo(ttft_s=1.0, tpot_s=0.2)
+
+    def crowd(back_at: float | None = None) -> Simulation:
+        """Three times as many as can be served in time, and one of them that comes back."""
+        simulation = Simulation(SloPlanner(PolicyConfig(), model, OutputLengths()), model)
+        arrivals = [waiting(f"r{i:02d}", 300, slo=slo, max_tokens=5) for i in range(12)]
+        if back_at is not None:
+            arrivals.append(waiting("back", 300, at=back_at, slo=slo, max_tokens=5))
+        simulation.run(arrivals)
+        return simulation
+
+    told = [
+        a.retry_after_s
+        for r in crowd().reports
+        for a in r.plan.admissions
+        if a.action is AdmissionAction.REJECT
+    ]
+    assert len(told) == 9
+    assert all(delay_s is not None and delay_s > 0.0 for delay_s in told)
+
+    def is_kept(back_at: float) -> bool:
+        promise = crowd(back_at).requests["back"].promise
+        assert isinstance(promise, Promise)
+        return promise.judge().attained is True
+
+    delay_s = told[0] or 0.0
+    assert is_kept(delay_s)
+    assert not is_kept(0.5 * delay_s), "it was told no more than it takes"
