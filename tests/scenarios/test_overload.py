@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from controller.policy.baselines import StaticPlanner
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
@@ -10,7 +12,7 @@ from controller.policy.slo import OnInfeasible, Slo
 from engine.config import EngineConfig
 from engine.ports import Planner
 from engine.request import FinishReason, Request
-from engine.step import StepPlan, StepWork, WorkKind
+from engine.step import AdmissionAction, StepPlan, StepWork, WorkKind
 from tests.controller.policy.checking import CheckedPlanner
 from tests.controller.policy.doubles import Simulation, slo_class, waiting
 from tests.scenarios.workloads import GPU_MODEL as MODEL
@@ -103,3 +105,37 @@ def test_a_heavy_class_is_kept_when_a_light_one_is_shed() -> None:
     run(slo_planner(), [*gold, *plain])
     assert attained(gold) > 0.9
     assert attained(gold) > attained(plain)
+
+
+@pytest.mark.parametrize("is_room_early", [False, True])
+def test_who_was_given_up_is_taken_up_again_when_room_comes_early(is_room_early: bool) -> None:
+    engine = EngineConfig(num_blocks=8192, max_model_len=8192, max_num_seqs=4)
+    sim = Simulation(slo_planner(), MODEL, engine)
+    streams = [waiting(f"s{i}", 64, slo=Slo(tpot_s=0.2), max_tokens=400) for i in range(4)]
+    for request in streams:
+        sim.requests[request.request_id] = request
+        sim.loop.submit(request)
+    while any(request.first_token_at is None for request in streams):
+        report = sim.loop.step()
+        assert report is not None
+        sim.hear(report)
+    queued = slo_class(on_infeasible=OnInfeasible.QUEUE)
+    late = waiting("late", 64, at=sim.clock.now(), slo=Slo(ttft_s=0.5), of=queued, max_tokens=4)
+    sim.requests["late"] = late
+    sim.loop.submit(late)
+    report = sim.loop.step()
+    assert report is not None
+    sim.hear(report)
+    # No seat for the next hundred steps and more.
+    told = late.admission
+    assert told is not None
+    assert (told.action, told.reason) == (AdmissionAction.WAIT, "queued")
+    if is_room_early:
+        # The others' clients go away; nobody need ask again for it.
+        for request in streams:
+            sim.loop.finish(request.request_id, FinishReason.CANCELLED)
+    sim.run([])
+    assert late.admission is not None
+    assert late.admission.action is AdmissionAction.ADMIT
+    assert not late.admission.is_degraded
+    assert attained([late]) == float(is_room_early)

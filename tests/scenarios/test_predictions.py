@@ -26,8 +26,8 @@ class Teaching(Simulation):
             SloPlanner(PolicyConfig(exploration=0.0), model, self.lengths), model, config
         )
 
-    def _hear(self, report: StepReport) -> None:
-        super()._hear(report)
+    def hear(self, report: StepReport) -> None:
+        super().hear(report)
         for verdict in report.plan.admissions:
             if verdict.predicted_ttft_s is not None:
                 self.predicted_s.setdefault(verdict.request_id, verdict.predicted_ttft_s)

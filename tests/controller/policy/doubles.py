@@ -243,7 +243,7 @@ class Simulation:
                 self.loop.submit(queue.pop(0))
             report = self.loop.step()
             if report is not None:
-                self._hear(report)
+                self.hear(report)
             elif queue:
                 self.clock.advance(queue[0].arrived_at - self.clock.now())
             elif not self.loop.has_work:
@@ -252,7 +252,8 @@ class Simulation:
                 raise AssertionError("the planner found nothing to do for unfinished requests")
         raise AssertionError(f"not done after {max_steps} steps")
 
-    def _hear(self, report: StepReport) -> None:
+    def hear(self, report: StepReport) -> None:
+        """Tell promises and demand what a step did."""
         self.reports.append(report)
         for token in report.tokens:
             promise = self.requests[token.request_id].promise
