@@ -205,7 +205,8 @@ class Race:
             rung += 1
             value = self._at(policy, rung)
         if rung == self._next:
-            # The first one has nobody to lose against: how far down does it have to go?
+            # The first one has nobody to lose against: how far down does it have to go? For the
+            # others one rung tells.
             while rung > self._span.floor:
                 below = self._at(policy, rung - 1)
                 if below >= self._level:

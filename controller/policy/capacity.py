@@ -147,10 +147,10 @@ class Intake:
         return self._headroom
 
     def start_delays_s(
-        self, queue: PrefillQueue, places: IntArray, step_s: float
+        self, queue: PrefillQueue, places: IntArray, step_s: float, is_kept_out: BoolArray
     ) -> FloatArray | None:
         """Predict how long each of the requests at `places` of the queue, served in that order,
-        waits for a seat, blocks and a pace, in seconds.
+        waits for a seat, blocks and a pace, in seconds; `is_kept_out` is what `yielding` says.
 
         None if nobody has to. A running request is expected to end after as many tokens as others
         of its class had left at that point, one per step of `step_s` seconds, and to leave its seat
@@ -175,7 +175,7 @@ class Intake:
             and (room is None or room.can_all_join(joiners.at(newcomers)))
         ):
             return None
-        near, beyond = self._foreseen(self.yielding(queue)[newcomers])
+        near, beyond = self._foreseen(is_kept_out[newcomers])
         columns = (
             needed[near].tolist(),
             blocks[near].tolist(),

@@ -37,9 +37,9 @@ def overtaken_s(
     `token_s` (c,) are the seconds per prompt token of each class, `left_s` (n,) those to the paced
     deadlines, `num_tokens` (n,) and `weight` (n,) theirs. Of class j, which takes the share s_j of
     the machine, those pass a request with L seconds left that come while it waits and within
-    L - pace·T_j: they are due before it. So it is done at the least f = done + Σ s_j min(f, L -
-    pace·T_j), as in the
-    response time of a task under tasks of higher priority. Only classes whose tokens per weight are
+    L - pace·T_j: they are due before it. So it is done at the least
+    f = done + Σ s_j min(f, L - pace·T_j), as in the response time of a task under tasks of higher
+    priority. Only classes whose tokens per weight are
     no more than its own count: the others are dropped for its sake, not it for theirs. A share is
     halved, and only what was served of it counts, unless the prompts are four times shorter. Who is
     not `is_passable` (n,) goes first whenever it is due.

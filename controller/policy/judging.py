@@ -161,7 +161,8 @@ def judge_queue(
     possible = (work_s <= left_s).nonzero()[0]
     fed_s = steady.mean_s(intake.feed_tokens(queue))
     step_s = max(pacing.decode_s, min(fed_s, pacing.period_s))
-    delays_s = intake.start_delays_s(queue, possible, step_s)
+    is_kept_out = intake.yielding(queue)
+    delays_s = intake.start_delays_s(queue, possible, step_s, is_kept_out)
     if delays_s is None:
         work_left_s = left_s - (done_s - work_s.cumsum())
         is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
@@ -183,7 +184,6 @@ def judge_queue(
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then. Nor before a backlog that whoever comes next would find undone.
-    is_kept_out = intake.yielding(queue)
     is_here = ~is_kept_out
     is_free = delays_s is None or not (delays_s[is_here[possible]] > 0.0).any()
     if not own_tokens and is_free and is_here.any() and intake.is_roomy(len(queue)):

@@ -115,7 +115,7 @@ def intake(
 
 def delays_s(door: Intake, *requests: Request, step_s: float = 0.5) -> list[float] | None:
     queue = queue_of(requests, PolicyConfig())
-    delays = door.start_delays_s(queue, np.arange(len(requests)), step_s)
+    delays = door.start_delays_s(queue, np.arange(len(requests)), step_s, door.yielding(queue))
     return None if delays is None else delays.tolist()
 
 

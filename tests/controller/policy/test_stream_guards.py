@@ -156,7 +156,7 @@ def test_who_is_kept_out_stands_in_nobodys_way() -> None:
     streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=45_000)]
     intake, queue, _ = intake_of(expected(rate=1.0), [*crowd, newcomer], streams)
     assert intake.yielding(queue).sum() == 100
-    delays_s = intake.start_delays_s(queue, np.arange(101), 0.1)
+    delays_s = intake.start_delays_s(queue, np.arange(101), 0.1, intake.yielding(queue))
     assert delays_s is not None
     place = int(queue.index.tolist().index(100))
     assert delays_s[place] == 0.0
@@ -374,7 +374,7 @@ def test_behind_many_who_join_at_once_the_others_wait() -> None:
     streams = [decode("s", slo=LOOSE, of=BATCH, num_prompt=100)]
     who = expected(rate=1.0, num_prompt=10.0)
     intake, queue, room = intake_of(who, [*crowd, *whales], streams)
-    delays_s = intake.start_delays_s(queue, np.arange(46), 0.1)
+    delays_s = intake.start_delays_s(queue, np.arange(46), 0.1, intake.yielding(queue))
     assert delays_s is not None
     is_whale = intake.yielding(queue)
     assert is_whale.sum() == 12
