@@ -13,6 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.cli.output import wide_console
+from controller.simulation.causes import (
+    CAUSE_WORDS,
+    binding_names,
+    binding_word,
+    miss_names,
+)
 from controller.simulation.digits import MISSING, millis, plain, share, share_range, whole_millis
 from controller.simulation.goodput import shown
 from controller.simulation.html_tables import by_name, recovery
@@ -39,7 +45,11 @@ def print_report(report: Report) -> None:
     class_names = sorted({name for point, _ in _points(report) for name in point.classes})
     if len(class_names) > 1:
         _show(console, _classes(report, class_names))
-    for table in (_times(report), _fairness(report), _goodputs(report)):
+    tables = [_times(report), _misses(report), _fairness(report), _goodputs(report)]
+    bound = binding_names(point.binding_steps for point, _ in _points(report))
+    if bound:
+        tables.insert(2, _bound(report, bound))
+    for table in tables:
         _show(console, table)
     for search in about["best_static"]:
         tried = ", ".join(search["scores"])
@@ -127,6 +137,32 @@ def _times(report: Report) -> Table:
             millis(p.gap_p99_s),
         ],
     )
+
+
+def _misses(report: Report) -> Table:
+    causes = miss_names(point.misses for point, _ in _points(report))
+
+    def cells(point: Point) -> Sequence[str]:
+        misses = point.misses
+        if misses is None:
+            return [MISSING] * len(causes)
+        return [share(misses.get(cause, 0.0)) for cause in causes]
+
+    heads = [CAUSE_WORDS[cause].replace(" ", "\n", 1) for cause in causes]
+    return _by_load(
+        report, "Offered requests that missed a target, by the first cause", heads, cells
+    )
+
+
+def _bound(report: Report, names: Sequence[str]) -> Table:
+    def cells(point: Point) -> Sequence[str]:
+        shares = point.binding_steps
+        if not shares:
+            return [MISSING] * len(names)
+        return [share(shares.get(name, 0.0)) for name in names]
+
+    heads = [binding_word(name).replace(" ", "\n", 1) for name in names]
+    return _by_load(report, "What bound steps, share of the steps", heads, cells)
 
 
 def _fairness(report: Report) -> Table:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from controller.simulation.causes import mean_shares, miss_shares
 from controller.simulation.goodput import Goodput, LoadPoint, goodput
 from controller.simulation.sweep import SweepRow
 
@@ -51,8 +52,10 @@ class Point:
     `decile_tokens` the longest prompt of each tenth. `longest_wait_s` and `largest_slowdown` are
     the worst of any seed. None where no request has such a number. `num_bursts` seeds had a burst:
     `burst_recovery_s` is the mean of those that overcame it, `num_unrecovered` counts the others.
-    `planner_us` is real time per call, `planner_share` what it is of the mean step;
-    `prediction_mape` and `coverage` are the cost model's.
+    `misses` are shares of the offered requests by the cause of the miss, `binding_steps` and
+    `binding_time` shares of steps and of the time within them by the constraint that bound them;
+    None where the runs are older than that. `planner_us` is real time per call, `planner_share`
+    what it is of the mean step; `prediction_mape` and `coverage` are the cost model's.
     """
 
     load: float
@@ -84,6 +87,9 @@ class Point:
     planner_share: float
     prediction_mape: float
     coverage: float
+    misses: dict[str, float] | None
+    binding_steps: dict[str, float] | None
+    binding_time: dict[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,9 @@ def _point(load: float, rate: float, rows: Sequence[SweepRow]) -> Point:
         ),
         prediction_mape=statistics.fmean(each["prediction_mape"] for each in measures),
         coverage=statistics.fmean(each["coverage"] for each in measures),
+        misses=mean_shares([miss_shares(each) for each in overall]),
+        binding_steps=mean_shares([each.get("binding_steps") for each in measures]),
+        binding_time=mean_shares([each.get("binding_time") for each in measures]),
     )
 
 

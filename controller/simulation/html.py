@@ -30,11 +30,13 @@ from controller.simulation.html_style import style_sheet
 from controller.simulation.html_tables import (
     about_table,
     best_budget_table,
+    binding_table,
     by_name,
     class_table,
     decile_table,
     goodput_table,
     machinery_table,
+    miss_table,
     promise_table,
     recovery,
 )
@@ -48,6 +50,7 @@ _SECTIONS = (
     ("lengths", "Short and long prompts"),
     ("pareto", "First token against next tokens"),
     ("fairness", "Bursts and fairness"),
+    ("causes", "What bound steps, and why promises were missed"),
     ("points", "All numbers"),
     ("about", "What was simulated"),
 )
@@ -62,7 +65,8 @@ def render_html(report: Report) -> str:
     seeds = len(about["seeds"])
     writers = {
         "kept": _kept, "times": _times, "classes": _classes, "lengths": _lengths,
-        "pareto": _pareto, "fairness": _fairness, "points": _points, "about": _about,
+        "pareto": _pareto, "fairness": _fairness, "causes": _causes, "points": _points,
+        "about": _about,
     }  # fmt: skip
     shown = [each for each in _SECTIONS if has_curves(report) or each[0] not in _OF_CURVES]
     links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, name in shown)
@@ -190,6 +194,18 @@ def _fairness(report: Report) -> Iterable[str]:
     ]
     if never:
         yield f"<p>Not recovered before the last arrival:</p><ul>{''.join(never)}</ul>"
+
+
+def _causes(report: Report) -> Iterable[str]:
+    yield (
+        "<p>A request counts once, by the first of these: it was refused, its first token was late,"
+        " its tokens were too slow. What sets the number of prompt tokens of a step binds it: the"
+        " pace of a stream (decode slack, gap limit), a first token that is due (TTFT demand), the"
+        " tokens of a step, memory (KV blocks), a trial (explore), or nothing (idle: no more was"
+        " waiting, or wanted).</p>"
+    )
+    yield miss_table(report.curves, "Offered requests that missed a target, by the first cause")
+    yield binding_table(report.curves, "What bound steps")
 
 
 def _points(report: Report) -> Iterable[str]:

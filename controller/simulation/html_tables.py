@@ -11,6 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from controller.policy.settings import PolicyConfig
+from controller.simulation.causes import (
+    CAUSE_WORDS,
+    binding_names,
+    binding_word,
+    miss_names,
+)
 from controller.simulation.curves import Point, PolicyReport
 from controller.simulation.digits import MISSING, millis, plain, share, share_range, whole_millis
 from controller.simulation.goodput import shown
@@ -132,6 +138,41 @@ def decile_table(report: Report) -> str:
         [("policy", [f"{index + 1}." for index in range(width)])],
         cells,
     )
+
+
+def miss_table(policies: Sequence[PolicyReport], caption: str) -> str:
+    """Return the share of offered requests that missed a target, by cause."""
+    causes = miss_names(point.misses for policy in policies for point in policy.points)
+
+    def cells(point: Point) -> list[str]:
+        if point.misses is None:
+            return [MISSING] * len(causes)
+        return [share(point.misses.get(cause, 0.0)) for cause in causes]
+
+    return _by_load(
+        policies, caption, [("policy", [CAUSE_WORDS[cause] for cause in causes])], cells
+    )
+
+
+def binding_table(policies: Sequence[PolicyReport], caption: str) -> str:
+    """Return the shares of steps, and of the time within them, by what bound them; empty where no
+    policy says.
+    """
+    points = [point for policy in policies for point in policy.points]
+    names = binding_names(point.binding_steps for point in points)
+    if not names:
+        return ""
+    words = [binding_word(name) for name in names]
+
+    def cells(point: Point) -> list[str]:
+        return [
+            share(shares.get(name, 0.0)) if shares else MISSING
+            for shares in (point.binding_steps, point.binding_time)
+            for name in names
+        ]
+
+    groups = [("policy", []), ("share of steps", words), ("share of their time", words)]
+    return _by_load(policies, caption, groups, cells)
 
 
 def machinery_table(policies: Sequence[PolicyReport], caption: str) -> str:

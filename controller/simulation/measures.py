@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from controller.simulation.hardware import HardwareProfile
-from controller.simulation.records import SimulatedRequest, SimulationResult
+from controller.simulation.records import MissCause, SimulatedRequest, SimulationResult
 from costmodel.features import StepFeatures
 
 NUM_DECILES: Final = 10
@@ -54,7 +55,8 @@ class GroupMeasures:
     and one without targets met them if it was served. Percentiles, in seconds, are over the
     requests that have such a number: `ttft_s` counts from arrival, `tpot_s` is the mean per token
     after the first, `gap_s` the longest time between two tokens of a request. `longest_wait_s` is
-    the longest time from arrival to the first work or the end.
+    the longest time from arrival to the first work or the end. `misses` counts those that missed a
+    target by `MissCause`, each once.
     """
 
     name: str
@@ -67,6 +69,7 @@ class GroupMeasures:
     tpot_s: Percentiles | None
     gap_s: Percentiles | None
     longest_wait_s: float
+    misses: dict[str, int]
 
     @classmethod
     def of(cls, name: str, requests: Sequence[SimulatedRequest]) -> GroupMeasures:
@@ -86,6 +89,7 @@ class GroupMeasures:
                 each.longest_gap_s for each in requests if each.num_output_tokens > 1
             ),
             longest_wait_s=max(each.wait_s for each in requests),
+            misses=miss_counts(requests),
         )
 
 
@@ -101,7 +105,9 @@ class Measures:
     all. `burst_recovery_s`: see the function of that name. `useful_tokens_per_s` counts prompt and
     output tokens of requests that met every target, `output_tokens_per_s` all output tokens, per
     second from the first arrival to the last end. `mean_step_s` is virtual; planner times are real.
-    `prediction_mape` and `coverage` are the cost model's.
+    `prediction_mape` and `coverage` are the cost model's. `binding_steps` and `binding_time` are
+    shares by the constraint that set a step's budget, of such steps and of the virtual time within
+    them; empty where the planner gives none.
     """
 
     overall: GroupMeasures
@@ -120,6 +126,8 @@ class Measures:
     planner_us_p99: float
     prediction_mape: float
     coverage: float
+    binding_steps: dict[str, float]
+    binding_time: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -168,6 +176,8 @@ def measure(result: SimulationResult, hardware: HardwareProfile) -> Measures:
         planner_us_p99=steps.planner_us_p99,
         prediction_mape=steps.mape,
         coverage=steps.coverage,
+        binding_steps=_shares(steps.bindings),
+        binding_time=_shares(steps.bound_s),
     )
 
 
@@ -181,6 +191,12 @@ def by_prompt_length(requests: Sequence[SimulatedRequest]) -> list[GroupMeasures
         GroupMeasures.of(f"{each[0].num_prompt_tokens}-{each[-1].num_prompt_tokens}", each)
         for each in groups
     ]
+
+
+def miss_counts(requests: Iterable[SimulatedRequest]) -> dict[str, int]:
+    """Count the requests that missed a target by `MissCause`, in its order; 0 is left out."""
+    counts = Counter(each.miss_cause for each in requests)
+    return {cause.value: counts[cause] for cause in MissCause if counts[cause]}
 
 
 def jain_index(shares: Sequence[float]) -> float:
@@ -250,6 +266,11 @@ def _grouped(
     for each in requests:
         groups.setdefault(key(each), []).append(each)
     return groups
+
+
+def _shares(amounts: Mapping[str, float]) -> dict[str, float]:
+    total = sum(amounts.values())
+    return {name: _per(amount, total) for name, amount in amounts.items()}
 
 
 def _per(amount: float, of: float) -> float:

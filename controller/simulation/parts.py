@@ -139,10 +139,7 @@ def _together(found: Sequence[Found]) -> SimulationResult:
 
 
 def _sum(parts: Sequence[StepSummary], planner_us: FloatArray) -> StepSummary:
-    bindings: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.bindings.items():
-            bindings[name] = bindings.get(name, 0) + count
+    names = sorted({name for part in parts for name in part.bindings})
     p50, p99 = np.percentile(planner_us, (50, 99)).tolist()
     # The cost model's quality is that of the end, as in one simulation.
     return replace(
@@ -156,7 +153,8 @@ def _sum(parts: Sequence[StepSummary], planner_us: FloatArray) -> StepSummary:
         max_running=max(part.max_running for part in parts),
         max_waiting=max(part.max_waiting for part in parts),
         max_blocks_used=max(part.max_blocks_used for part in parts),
-        bindings=dict(sorted(bindings.items())),
+        bindings={name: sum(part.bindings.get(name, 0) for part in parts) for name in names},
+        bound_s={name: sum(part.bound_s.get(name, 0.0) for part in parts) for name in names},
         planner_us_mean=float(planner_us.mean()),
         planner_us_p50=p50,
         planner_us_p99=p99,

@@ -20,6 +20,16 @@ from engine.step import StepReport, WorkKind
 _STEP: Final = struct.Struct("<qdd")
 
 
+class _Bound:
+    """Steps that one constraint bound, and the virtual seconds within them."""
+
+    __slots__ = ("busy_s", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.busy_s = 0.0
+
+
 class Recorder:
     """Gathers records and the hash; the last listener of a step, after promises were told."""
 
@@ -38,7 +48,7 @@ class Recorder:
         self.max_running = 0
         self.max_waiting = 0
         self.max_blocks_used = 0
-        self.bindings: dict[str, int] = {}
+        self._bound: dict[str, _Bound] = {}
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
         """Take one step's report."""
@@ -73,7 +83,11 @@ class Recorder:
         self.max_blocks_used = max(self.max_blocks_used, report.num_blocks_used)
         if plan.decision is not None and plan.work:
             binding = plan.decision.binding_constraint
-            self.bindings[binding] = self.bindings.get(binding, 0) + 1
+            bound = self._bound.get(binding)
+            if bound is None:
+                bound = self._bound[binding] = _Bound()
+            bound.num_steps += 1
+            bound.busy_s += report.duration_s
 
     @property
     def is_done(self) -> bool:
@@ -124,6 +138,7 @@ class Recorder:
 
     def summary(self, planner_s: Sequence[float], mape: float, coverage: float) -> StepSummary:
         """Return the counts, with planner seconds per call and the cost model's quality."""
+        bound = self._bound
         micros = np.array(planner_s if len(planner_s) else [0.0]) * 1e6
         p50, p99 = np.percentile(micros, (50, 99)).tolist()
         return StepSummary(
@@ -136,7 +151,8 @@ class Recorder:
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             max_blocks_used=self.max_blocks_used,
-            bindings=dict(sorted(self.bindings.items())),
+            bindings={name: bound[name].num_steps for name in sorted(bound)},
+            bound_s={name: bound[name].busy_s for name in sorted(bound)},
             planner_us_mean=float(micros.mean()),
             planner_us_p50=p50,
             planner_us_p99=p99,

@@ -5,14 +5,27 @@ Owns the frozen results. Must not gather them.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from engine.request import FinishReason
 
 _SERVED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+class MissCause(enum.StrEnum):
+    """Why a promise was missed; of several reasons the first one here.
+
+    `OTHER`: the end came too late, or a request without targets was not served.
+    """
+
+    REFUSED = "refused"
+    LATE = "first_token_late"
+    SLOW = "tokens_too_slow"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +75,27 @@ class SimulatedRequest:
         """Whether every target was met; of best effort it is enough to be served."""
         return self.is_served if self.attained is None else self.attained
 
+    @property
+    def miss_cause(self) -> MissCause | None:
+        """Why the promise was missed; None if it was kept."""
+        if self.is_kept:
+            return None
+        if self.finish_reason == FinishReason.REJECTED:
+            return MissCause.REFUSED
+        if self.is_ttft_met is False:
+            return MissCause.LATE
+        return MissCause.SLOW if self.is_tpot_met is False else MissCause.OTHER
+
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
     """Counts over all steps of a simulation.
 
     `busy_s` is virtual time within steps. `bindings` counts steps by the constraint that set their
-    budget. Planner times are real microseconds per call (P50, P99, mean over all calls), which no
-    hash covers. `mape` and `coverage` are the cost model's over its last 500 steps, `num_refits`
-    the refits of a window of them.
+    budget, `bound_s` is the virtual time within them; steps that compute nothing, or whose planner
+    gives no constraint, are left out. Planner times are real microseconds per call (P50, P99, mean
+    over all calls), which no hash covers. `mape` and `coverage` are the cost model's over its last
+    500 steps, `num_refits` the refits of a window of them.
     """
 
     num_steps: int
@@ -89,6 +114,7 @@ class StepSummary:
     mape: float
     coverage: float
     num_refits: int = 0
+    bound_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Stretch(NamedTuple):

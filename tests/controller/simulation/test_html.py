@@ -26,7 +26,7 @@ from controller.simulation.svg_marks import NUM_COLOURS
 from controller.simulation.sweep import SweepRow, SweepTask
 from tests.controller.simulation.page_parts import assert_legible, by_class, svgs, texts
 from tests.controller.simulation.test_measures import record, refused, result_of
-from tests.controller.simulation.test_report import ABOUT, row, sweep
+from tests.controller.simulation.test_report import ABOUT, bound, old, row, sweep
 
 VOID = {"meta"}
 
@@ -79,7 +79,7 @@ def test_the_page_is_well_formed_and_can_be_walked_without_a_mouse() -> None:
     ids = [attributes["id"] for _, attributes in outline.found if "id" in attributes]
     assert len(ids) == len(set(ids))
     links = [str(each["href"]) for each in outline.all("a")]
-    assert len(links) == 8
+    assert len(links) == 9
     assert {link.removeprefix("#") for link in links} <= set(ids)
     # What scrolls sideways takes the focus, and has a name.
     for each in outline.all("div"):
@@ -219,6 +219,24 @@ def test_recovery_in_words() -> None:
     assert recovery(some) == "20.0 (1 never)"
     none = dataclasses.replace(some, burst_recovery_s=None, num_unrecovered=3)
     assert recovery(none) == "never"
+
+
+def test_what_bound_steps_and_why_promises_were_missed_stand_in_tables() -> None:
+    rows = [
+        bound(row("slo", 1.0, 0, 7), decode_slack=0.75, idle=0.25),
+        old(row("edf-256", 1.0, 0, 9)),
+    ]
+    section = (
+        page(build_report(rows, ABOUT)).split('<section id="causes"')[1].split("</section>")[0]
+    )
+    assert '<th scope="col">tokens too slow</th>' in section
+    heads = '<th scope="col">decode slack</th><th scope="col">idle</th>'
+    assert heads + heads in section
+    cells = "".join(f"<td>{share}</td>" for share in ("75.0%", "25.0%", "25.0%", "75.0%"))
+    assert f"slo at 2.00/s</th>{cells}</tr>" in section
+    assert f"edf-256 at 2.00/s</th>{'<td>–</td>' * 4}</tr>" in section
+    unknown = page(build_report([old(row("slo", 1.0, 0, 9))], ABOUT))
+    assert "What bound steps</caption>" not in unknown
 
 
 def test_nobody_served_is_no_error() -> None:

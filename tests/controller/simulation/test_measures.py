@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from controller.simulation.measures import (
     jain_index,
     measure,
 )
-from controller.simulation.records import SimulatedRequest, SimulationResult
+from controller.simulation.records import MissCause, SimulatedRequest, SimulationResult
 from controller.simulation.run import SimulationConfig, simulate
 from controller.workload.arrivals import Arrival, Workload
 from costmodel.features import StepFeatures
@@ -59,6 +60,38 @@ def test_attainment_counts_the_refused_and_the_late_as_missed() -> None:
     group = GroupMeasures.of("g", [record(), record(1, attained=False), refused(2), record(3)])
     assert group.attainment == 0.5
     assert (group.num_offered, group.num_served, group.num_refused) == (4, 3, 1)
+
+
+def test_a_miss_counts_once_by_its_first_cause() -> None:
+    late = record(3, attained=False, is_ttft_met=False, is_tpot_met=False)
+    slow = record(4, attained=False, is_tpot_met=False)
+    never = record(5, attained=None, finish_reason="error", is_ttft_met=None, is_tpot_met=None)
+    group = GroupMeasures.of(
+        "g", [record(), refused(1), refused(2, is_ttft_met=False), late, slow, never]
+    )
+    assert group.misses == {
+        "refused": 2,
+        "first_token_late": 1,
+        "tokens_too_slow": 1,
+        "other": 1,
+    }
+    assert list(group.misses) == list(MissCause)
+    assert sum(group.misses.values()) == round(6 * (1 - group.attainment))
+    assert GroupMeasures.of("g", [record()]).misses == {}
+
+
+def test_steps_and_their_time_are_shared_out_by_what_bound_them() -> None:
+    result = result_of(record())
+    steps = replace(
+        result.steps,
+        bindings={"decode_slack": 3, "idle": 1},
+        bound_s={"decode_slack": 1.0, "idle": 1.0},
+    )
+    measured = measure(replace(result, steps=steps), A100_8B)
+    assert measured.binding_steps == {"decode_slack": 0.75, "idle": 0.25}
+    assert measured.binding_time == {"decode_slack": 0.5, "idle": 0.5}
+    without = replace(result, steps=replace(steps, bindings={}, bound_s={}))
+    assert measure(without, A100_8B).binding_steps == {}
 
 
 def test_best_effort_is_kept_when_it_is_served() -> None:
@@ -158,6 +191,7 @@ def test_a_simulation_in_numbers() -> None:
         A100_8B,
     )
     assert measured.refusals == {"overloaded": 1}
+    assert measured.overall.misses == {"refused": 1, "other": 1}
     assert [(each.name, each.num_offered) for each in measured.classes] == [
         ("chat", 3),
         ("code", 1),

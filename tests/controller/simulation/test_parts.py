@@ -58,6 +58,7 @@ def test_the_parts_are_the_whole_where_nothing_but_the_noise_tells_them_apart() 
     assert parts.steps.num_decode_tokens == whole.steps.num_decode_tokens
     assert parts.steps.busy_s == pytest.approx(whole.steps.busy_s)
     assert parts.steps.bindings == whole.steps.bindings
+    assert parts.steps.bound_s == pytest.approx(whole.steps.bound_s)
     assert parts.offered_rate == whole.offered_rate
     assert parts.event_hash != whole.event_hash
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from controller.simulation.causes import binding_names
 from controller.simulation.hardware import A100_8B
 from controller.simulation.leaders import attainment_at, budget_of
 from controller.simulation.measures import measure
@@ -60,6 +61,40 @@ def test_seeds_become_one_point_with_their_spread() -> None:
     assert light.ttft_p50_s == 0.5
     assert light.tpot_p90_s is not None
     assert 0.0 < light.planner_share < 10.0
+
+
+def old(found: SweepRow) -> SweepRow:
+    """The row as it was recorded before causes were."""
+    measures = {name: found.measures[name] for name in found.measures if "binding" not in name}
+    for group in (measures["overall"], *measures["classes"], *measures["deciles"]):
+        del group["misses"]
+    return SweepRow(found.task, found.rate, measures, found.event_hash, found.wall_s)
+
+
+def bound(found: SweepRow, **shares: float) -> SweepRow:
+    """The row with other shares of steps, and of their time the other way round."""
+    times = dict(zip(shares, reversed(shares.values()), strict=True))
+    measures = found.measures | {"binding_steps": shares, "binding_time": times}
+    return SweepRow(found.task, found.rate, measures, found.event_hash, found.wall_s)
+
+
+def test_misses_and_constraints_are_means_over_the_seeds_that_know_them() -> None:
+    rows = [
+        bound(row("slo", 1.0, 0, 7), decode_slack=0.75, idle=0.25),
+        bound(row("slo", 1.0, 1, 5), ttft_demand=1.0),
+        old(row("slo", 1.0, 2, 0)),
+        old(row("edf-64", 1.0, 0, 9)),
+    ]
+    report = build_report(rows, ABOUT)
+    ours, theirs = (policy.points[0] for policy in report.policies)
+    assert ours.misses == {"refused": 0.1, "other": pytest.approx(0.3)}
+    assert ours.binding_steps == {"decode_slack": 0.375, "idle": 0.125, "ttft_demand": 0.5}
+    assert ours.binding_time == {"decode_slack": 0.125, "idle": 0.375, "ttft_demand": 0.5}
+    assert (theirs.misses, theirs.binding_steps, theirs.binding_time) == (None, None, None)
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert document["policies"][0]["points"][0]["binding_time"]["ttft_demand"] == 0.5
+    assert binding_names([ours.binding_steps, None]) == ["decode_slack", "ttft_demand", "idle"]
+    assert binding_names([{"of_tomorrow": 1.0, "idle": 0.0}]) == ["idle", "of_tomorrow"]
 
 
 def test_goodput_and_crossovers_are_those_of_the_mean_curves() -> None:

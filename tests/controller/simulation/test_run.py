@@ -72,6 +72,8 @@ def test_every_policy_serves_a_light_load_to_its_end(name: str) -> None:
     assert steps.num_prefill_tokens == sum(a.num_prompt_tokens for a in workload.arrivals)
     assert steps.num_decode_tokens == sum(a.num_output_tokens - 1 for a in workload.arrivals)
     assert sum(steps.bindings.values()) == steps.num_steps
+    assert steps.bound_s.keys() == steps.bindings.keys()
+    assert sum(steps.bound_s.values()) == pytest.approx(steps.busy_s)
     assert (result.policy, result.hardware, result.workload) == (name, "a100-8b", "crowd")
     assert result.offered_rate == workload.rate
 

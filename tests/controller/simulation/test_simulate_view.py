@@ -8,7 +8,7 @@ import pytest
 
 from controller.cli.simulate_view import print_report
 from controller.simulation.report import Report, build_report
-from tests.controller.simulation.test_report import ABOUT, row, sweep
+from tests.controller.simulation.test_report import ABOUT, bound, old, row, sweep
 
 FULL = ABOUT | {"hardware": {"name": "fast", "source": "made up"}, "best_static": []}
 
@@ -30,6 +30,26 @@ def test_every_table_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) 
         "Goodput: offered requests/s up to which so many are in time",
     ):
         assert title in lines
+
+
+def test_what_bound_steps_has_a_column_per_constraint(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {"decode_slack": 0.75, "kv_blocks": 0.0, "idle": 0.25}
+    rows = [bound(row("slo", 1.0, 0, 7), **shares), old(row("edf-256", 1.0, 0, 9))]
+    lines = printed(capsys, build_report(rows, FULL))
+    first = lines.index("What bound steps, share of the steps")
+    table = [line.split() for line in lines[first : first + 8]]
+    assert ["decode", "KV"] in table
+    assert ["load", "rate/s", "policy", "slack", "blocks", "idle"] in table
+    assert ["1", "2.00", "slo", "75.0%", "0%", "25.0%"] in table
+    assert ["edf-256", "–", "–", "–"] in table
+    first = lines.index("Offered requests that missed a target, by the first cause")
+    table = [line.split() for line in lines[first : first + 8]]
+    assert ["load", "rate/s", "policy", "refused", "token", "late", "too", "slow", "other"] in table
+    assert ["1", "2.00", "slo", "10.0%", "0%", "0%", "20.0%"] in table
+    assert ["edf-256", "–", "–", "–", "–"] in table
+    # Where nobody knows there is no table without a column.
+    lines = printed(capsys, build_report([old(row("slo", 1.0, 0, 9))], FULL))
+    assert not any("bound steps" in line for line in lines)
 
 
 def test_a_load_is_named_once_and_seeds_by_their_range(capsys: pytest.CaptureFixture[str]) -> None:
