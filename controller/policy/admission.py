@@ -171,13 +171,16 @@ def verdict_on_late(
     alone_s: float,
     config: PolicyConfig,
     tolerance: float = 1.0,
+    seatless_s: float = 0.0,
 ) -> Admission | None:
     """Judge a waiting request that will miss its first-token target; None = keep it waiting,
     relegated.
 
     `predicted_ttft_s` counts from arrival, `alone_s` is what an idle server would take; up to
-    `tolerance` times the target that is not held against the request. The class decides: reject,
-    degrade (best effort from now on) or queue, the last up to `max_age_s`.
+    `tolerance` times the target that is not held against the request. Nor is what the prediction
+    holds of waiting for a seat or blocks, `seatless_s`: when others end is a guess, and who would
+    be on time if they did so now may be lucky (docs/log.md, "who waits for a seat"). The class
+    decides: reject, degrade (best effort from now on) or queue, the last up to `max_age_s`.
     """
     promise = live_promise(request)
     target_s = math.inf if promise is None else _first_token_target_s(promise)
@@ -187,7 +190,7 @@ def verdict_on_late(
     is_expired = age_s >= target_s
     if target_s < alone_s <= tolerance * target_s and not is_expired:
         return None
-    if max(predicted_ttft_s, alone_s) <= target_s:
+    if max(predicted_ttft_s - seatless_s, alone_s) <= target_s:
         # Late for the paced deadline, not for the promise: kept, behind those who are on time.
         return None
     if alone_s > target_s:

@@ -24,7 +24,8 @@ from controller.policy.budget import (
 )
 from controller.policy.capacity import Intake
 from controller.policy.demand import Expected
-from controller.policy.facts import IS_QUEUED, PRIORITY, IntArray, greatest, least
+from controller.policy.facts import PRIORITY, IntArray, greatest, least
+from controller.policy.given_up import given_up_s
 from controller.policy.haste import unhurried_s, unhurried_tokens
 from controller.policy.interference import overtaken_s
 from controller.policy.on_time import Outlook, drain_s, late_set, late_starters
@@ -163,8 +164,9 @@ def judge_queue(
     step_s = max(pacing.decode_s, min(fed_s, pacing.period_s))
     is_kept_out = intake.yielding(queue)
     delays_s = intake.start_delays_s(queue, possible, step_s, is_kept_out)
+    beyond_s = done_s - work_s.cumsum()
     if delays_s is None:
-        work_left_s = left_s - (done_s - work_s.cumsum())
+        work_left_s = left_s - beyond_s
         is_late = late_set(work_s, work_left_s, queue.weight, queue.is_started, config)
         if is_late.any():
             # Whoever is dropped makes nobody wait.
@@ -176,11 +178,17 @@ def judge_queue(
     verdicts = verdicts_on_pace([wanting[i] for i in new], cost_model, tolerance)
     has_late = bool(is_late.any())
     if has_late:
-        # Those that are dropped come after everybody who is kept, if they are not refused.
-        is_queued = is_late & (queue.facts_at(np.arange(len(queue)))[IS_QUEUED] > 0.0)
-        behind_s = np.where(is_queued, work_s, 0.0).cumsum() + np.where(is_queued, 0.0, work_s)
-        kept_s = float(done_s[~is_late].max(initial=0.0))
-        done_s = np.where(is_late, kept_s + behind_s + passed_s, done_s)
+        done_s, seatless_s = given_up_s(
+            queue,
+            is_late,
+            work_s,
+            done_s,
+            passed_s,
+            beyond_s - passed_s,
+            intake,
+            step_s,
+            is_kept_out,
+        )
     unhurried = None
     # Who waits for a seat or blocks waits for others to end, and they for their prompts: no time
     # is to be taken then. Nor before a backlog that whoever comes next would find undone.
@@ -210,6 +218,7 @@ def judge_queue(
             is_late,
             ttft_s,
             passed_s,
+            seatless_s,
             now,
             alone_tokens,
             config,

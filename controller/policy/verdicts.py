@@ -60,6 +60,7 @@ def verdicts_on_late(
     is_late: BoolArray,
     ttft_s: FloatArray,
     passed_s: FloatArray,
+    seatless_s: FloatArray,
     now: float,
     alone_tokens: int,
     config: PolicyConfig,
@@ -69,7 +70,8 @@ def verdicts_on_late(
     is_idle: bool,
 ) -> dict[str, Admission]:
     """Verdicts on the waiting ones among those that will miss their first-token target; `passed_s`
-    (n,) is what those who are expected take of their predictions `ttft_s` (n,).
+    (n,) is what those who are expected take of their predictions `ttft_s` (n,), `seatless_s` (n,)
+    what the want of a seat or blocks does.
     """
     facts = queue.facts_at(np.flatnonzero(is_late))
     target_s = np.minimum(facts[TTFT_S], facts[E2E_S])
@@ -95,7 +97,9 @@ def verdicts_on_late(
         first_token_s = np.maximum(first_token_s, ttft_s[late] - passed_s[late] - waited_s)
     verdicts: dict[str, Admission] = {}
     for i, request, alone_s in zip(late.tolist(), requests, first_token_s.tolist(), strict=True):
-        verdict = verdict_on_late(request, now, float(ttft_s[i]), alone_s, config, tolerance)
+        verdict = verdict_on_late(
+            request, now, float(ttft_s[i]), alone_s, config, tolerance, float(seatless_s[i])
+        )
         if verdict is not None:
             verdicts[request.request_id] = verdict
     return verdicts

@@ -211,6 +211,36 @@ def test_who_would_wait_too_long_for_a_seat_is_told_at_once() -> None:
     assert verdicts["60.0"].action is AdmissionAction.WAIT
 
 
+@pytest.mark.parametrize("action", list(OnInfeasible))
+@pytest.mark.parametrize("ttft_s", [0.05, 0.5])
+def test_who_is_given_up_is_told_of_the_wait_for_a_seat(
+    ttft_s: float, action: OnInfeasible
+) -> None:
+    # Nobody else is to be served: a seat comes free after seven more steps of 0.12 s, whether the
+    # prompt could be on time without that wait (0.5 s) or not at all (0.05 s).
+    streams = [decode(f"s{i}", slo=Slo(tpot_s=0.5)) for i in range(2)]
+    hasty = waiting("hasty", 20, slo=Slo(ttft_s=ttft_s), of=slo_class(on_infeasible=action))
+    (verdict,) = plan(view_of(running=streams, waiting=[hasty], max_num_seqs=2)).admissions
+    told = verdict.predicted_ttft_s or 0.0
+    assert 0.84 + 0.12 <= told < 1.1
+    # Who would be on time if somebody left now is not refused for a guess of when they will.
+    is_refused = verdict.action is AdmissionAction.REJECT
+    assert is_refused == (ttft_s == 0.05 and action is OnInfeasible.REJECT)
+
+
+def test_who_is_given_up_waits_for_a_seat_after_those_who_are_kept() -> None:
+    streams = [decode(f"s{i}", slo=Slo(tpot_s=0.5)) for i in range(2)]
+    hasty = waiting("hasty", 20, slo=Slo(ttft_s=0.5))
+    patient = waiting("patient", 20, slo=Slo(ttft_s=60.0))
+
+    def told_s(*others: Request) -> float:
+        step = plan(view_of(running=streams, waiting=[*others, hasty], max_num_seqs=2))
+        return next(a.predicted_ttft_s or 0.0 for a in step.admissions if a.request_id == "hasty")
+
+    # The patient one takes the first seat, and its prompt comes first.
+    assert told_s(patient) >= told_s() + 0.02
+
+
 def test_a_target_below_one_decode_is_refused_on_arrival_only() -> None:
     request = waiting("p", 20, slo=Slo(tpot_s=0.01))
     step = plan(view_of(waiting=[request]))
