@@ -16,10 +16,11 @@ import typer
 
 from controller.cli.database import EXIT_NOT_FOUND, EXIT_UNUSABLE, DbOption, fail, store_errors
 from controller.cli.profile_view import (
+    print_alone,
     print_changes,
     print_judged,
     print_profiles,
-    print_settings,
+    print_tuned,
 )
 from controller.config import DEFAULT_DB_URL
 
@@ -67,20 +68,22 @@ def list_profiles(is_json: JsonOption = False, url: DbOption = DEFAULT_DB_URL) -
 @app.command()
 def show(name: NameArgument, is_json: JsonOption = False, url: DbOption = DEFAULT_DB_URL) -> None:
     """Show a profile: whose it is, what differs from the defaults, what that gains."""
-    from controller.tuning.space import DEFAULTS
-
     found = _found(name, url)
     if is_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     owner, made = found.tuned_for, found.provenance
-    typer.echo(f"profile {found.name}, for {owner.model or 'no model'} on {owner.device or '-'}")
+    if owner.model is None or owner.device is None:
+        typer.echo(f"profile {found.name}, for no model and device: no server takes it")
+    else:
+        typer.echo(f"profile {found.name}, for {owner.model} on {owner.device}")
     typer.echo(
         f"tuned on {made.workload}, simulated on {made.hardware}: trial {made.trial} of"
         f" {made.num_trials}, {_scenes(made.seeds)} to tune,"
         f" {_scenes(made.held_out_seeds)} to judge"
     )
-    print_settings(found.settings, DEFAULTS)
+    print_alone(found.influence)
+    print_tuned(found.settings, found.influence)
     print_judged(found.judged)
 
 

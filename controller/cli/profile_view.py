@@ -15,6 +15,7 @@ from controller.simulation.digits import MISSING, millis, plain, share, share_ra
 from store.text import format_instant
 
 if TYPE_CHECKING:
+    from controller.tuning.influence import Influence
     from controller.tuning.profile import Judged, Spread
     from controller.tuning.space import TunedSettings
     from store.profiles import ProfileRecord
@@ -45,9 +46,53 @@ def print_profiles(records: Iterable[ProfileRecord]) -> None:
     wide_console().print(table)
 
 
-def print_settings(settings: TunedSettings, other: TunedSettings, title: str = "default") -> None:
-    """Show the settings that differ from others."""
-    print_changes(settings.changes_from(other), title, "tuned")
+def print_alone(influence: Influence) -> None:
+    """Show what each knob did to the tuning part when it alone was not as shipped."""
+    from controller.tuning.space import KNOBS
+
+    defaults = {knob.name: _value(knob.default) for knob in KNOBS}
+    effects = [each for each in influence.alone if not each.is_none]
+    console = wide_console()
+    if effects:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("one knob alone")
+        for title in ("default", "tried", "points"):
+            table.add_column(title, justify="right")
+        for each in effects:
+            table.add_row(
+                each.knob,
+                defaults.get(each.knob, MISSING),
+                _value(each.value),
+                _points(each.gain),
+            )
+        console.print(table)
+    moved = {each.knob for each in effects}
+    others = dict.fromkeys(each.knob for each in influence.alone if each.knob not in moved)
+    if others:
+        console.print(f"no difference: {', '.join(others)}", highlight=False)
+
+
+def print_tuned(settings: TunedSettings, influence: Influence) -> None:
+    """Show the settings that are not as shipped, and what each of them gained when tuning."""
+    from controller.tuning.space import DEFAULTS, KNOBS, MAX_NUM_SEQS, MAX_RUNNING
+
+    changes = settings.changes_from(DEFAULTS)
+    if not changes:
+        wide_console().print("no setting differs from the defaults")
+        return
+    worth = {each.knob: _points(each.gain) for each in influence.found}
+    reasons = {knob.name: knob.reason for knob in KNOBS}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting")
+    for title in ("default", "tuned", "points"):
+        table.add_column(title, justify="right")
+    table.add_column("what it does")
+    for name, (old, new) in changes.items():
+        knob = MAX_RUNNING if name == MAX_NUM_SEQS else name
+        table.add_row(
+            name, _value(old), _value(new), worth.get(knob, MISSING), reasons.get(knob, "")
+        )
+    wide_console().print(table)
 
 
 def print_changes(changes: Mapping[str, tuple[Any, Any]], before: str, after: str) -> None:
@@ -102,6 +147,10 @@ def _cells(spread: Spread | None, name: str) -> tuple[str, str]:
 
 def _range(low: str, high: str) -> str:
     return low if low == high else f"{low}–{high}"
+
+
+def _points(gain: float) -> str:
+    return f"{gain * 100:+.2f}"
 
 
 def _value(value: Any) -> str:

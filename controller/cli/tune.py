@@ -1,8 +1,8 @@
 """`paceline tune NAME`: search the planner's settings in the simulator and write a profile.
 
-Owns the options, what is said while it runs, and what is written where. Must not search or judge,
-and must not import torch. Exit codes: 0 a profile was written, 1 it was not worth writing
-(--only-better), 2 wrong use or nothing to start from, 130 interrupted.
+Owns the options and what is written where (what is said while it runs is in `tune_view`). Must not
+search or judge, and must not import torch. Exit codes: 0 a profile was written, 1 it was not worth
+writing (--only-better), 2 wrong use or nothing to start from, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import typer
 
 from controller.cli.database import EXIT_NOT_FOUND, EXIT_UNUSABLE, DbOption, fail
 from controller.cli.output import progress_bar
-from controller.cli.profile_view import print_judged, print_settings
+from controller.cli.profile_view import print_alone, print_judged, print_tuned
+from controller.cli.tune_view import introduce, tell_best, tell_ends
 from controller.config import DEFAULT_DB_URL, Settings, SettingsError, load_settings
 from controller.runtime.tuned_for import TunedFor
 
@@ -156,7 +157,7 @@ def tune(
     """Search the planner's settings in the simulator, and judge them on what was held out."""
     # Optuna and the simulator are loaded by whoever tunes, not by `--help`.
     from controller.simulation.run import SimulationError
-    from controller.tuning.job import compare, search
+    from controller.tuning.job import compare, put_back, search
     from controller.tuning.profile import check_name
     from controller.tuning.report import make_profile, trial_records
     from controller.tuning.space import DEFAULTS, knobs_named, point_of
@@ -205,13 +206,22 @@ def tune(
             source=source or (None if model else subject.tuned_for.source),
         )
         task = subject.task
-        with Study.open(
-            study, knobs, point_of(DEFAULTS, knobs), task.fingerprint(), seed
-        ) as opened:
+        first = point_of(DEFAULTS, knobs)
+        with Study.open(study, knobs, first, task.fingerprint(), seed) as opened:
+            introduce(task, knobs, study, len(opened.trials), trials)
             with progress_bar("tuning") as show:
-                found = search(task, opened, trials, _whole(show))
+                found = search(
+                    task,
+                    opened,
+                    trials,
+                    _whole(show),
+                    lambda best, gain: tell_best(best, gain, first),
+                )
             if found.is_interrupted:
                 _interrupted(study, found.trials, trials)
+            tell_ends(found.trials)
+            with progress_bar("putting changes back") as show:
+                found = put_back(task, found, _whole(show))
             with progress_bar("judging") as show:
                 comparison = compare(task, found.settings, _whole(show))
     except KeyboardInterrupt:
@@ -230,7 +240,8 @@ def tune(
         study=key,
         run=subject.run_id,
     )
-    print_settings(profile.settings, DEFAULTS)
+    print_alone(profile.influence)
+    print_tuned(profile.settings, profile.influence)
     print_judged(profile.judged)
     if only_better and profile.judged.verdict != "better":
         fail(f"not better than the shipped defaults: {out} is not written", EXIT_NOT_FOUND)
@@ -241,7 +252,7 @@ def tune(
         fail(f"--out {out}: {error.strerror}", EXIT_UNUSABLE)
     typer.echo(f"paceline: wrote {out}{' over the one that was there' if is_there else ''}")
     _keep(profile, trial_records(key, found.trials), url, out)
-    if tuned_for.model is None or tuned_for.device is None:
+    if not _is_owned(profile):
         typer.echo(
             "paceline: it belongs to no model and device, so no server takes it; --model and"
             " --device say whose it is",
@@ -350,6 +361,10 @@ def _interrupted(study: Path, trials: tuple[Trial, ...], wanted: int) -> None:
     )
 
 
+def _is_owned(profile: BudgetProfile) -> bool:
+    return profile.tuned_for.model is not None and profile.tuned_for.device is not None
+
+
 def _keep(profile: BudgetProfile, trials: list[Any], url: str, out: Path) -> None:
     """Write the rows, or say how to do it later: the file is written already."""
     from store.errors import StoreError
@@ -367,9 +382,8 @@ def _keep(profile: BudgetProfile, trials: list[Any], url: str, out: Path) -> Non
         )
         return
     instead = "" if replaced is None else f" in place of one that was {replaced.verdict}"
-    typer.echo(
-        f"paceline: profile {profile.name!r} is in the database{instead}; serve it with --profile"
-    )
+    served = f"; serve it with --profile {profile.name}" if _is_owned(profile) else ""
+    typer.echo(f"paceline: profile {profile.name!r} is in the database{instead}{served}")
     if replaced is not None and replaced.is_active:
         typer.echo(
             "paceline: the one it replaces was active; this one is not until"

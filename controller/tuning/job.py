@@ -1,7 +1,7 @@
 """`tune`: the search from trial 0, the shipped defaults, to settings that are judged on the rest.
 
-Owns the order: try, compare, judge on the held-out part. Must not read a file or a database, nor
-print.
+Owns the order: try, put back what gains nothing, judge on the held-out part. Must not read a file
+or a database, nor print.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from controller.simulation.run import SimulationError
+from controller.tuning.influence import Effect, by_gain, moved_knobs
 from controller.tuning.objective import Outcome, overstepped, run_scene, score
 from controller.tuning.profile import Verdict
 from controller.tuning.space import DEFAULTS, TunedSettings, settings_at
@@ -34,13 +35,16 @@ class TuningError(ValueError):
 class Search:
     """What a search found. `best` is trial 0 where nothing was better than the shipped defaults.
 
-    `is_interrupted` says that it was stopped before its last trial.
+    `is_interrupted` says that it was stopped before its last trial. `settings` are the best
+    trial's, without those of its changes that `put_back` took back; `worth` is what each of the
+    others gains.
     """
 
     trials: tuple[Trial, ...]
     best: Trial
     settings: TunedSettings
     is_interrupted: bool
+    worth: tuple[Effect, ...] = ()
 
     @property
     def has_found(self) -> bool:
@@ -88,9 +92,16 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def search(
-    task: TuningTask, study: Study, num_trials: int, progress: Progress | None = None
+    task: TuningTask,
+    study: Study,
+    num_trials: int,
+    progress: Progress | None = None,
+    on_best: Callable[[Trial, float], None] | None = None,
 ) -> Search:
     """Try points until the study holds `num_trials`, the shipped defaults first.
+
+    `on_best` is told each trial that is better than all before, and by how much it is better than
+    the defaults.
 
     A KeyboardInterrupt ends the search after the last trial that was finished; what was done stays
     in the study, and the same call goes on from there; it is passed on if not even the defaults
@@ -103,6 +114,10 @@ def search(
     try:
         while len(trials := study.trials) < num_trials:
             _try_next(task, study, trials, _ahead(progress, trials, num_trials, len(scenes)))
+            if trials and on_best is not None:
+                best = best_trial(study.trials)
+                if best.number == len(trials):
+                    on_best(best, _gain(best, trials))
     except KeyboardInterrupt:
         if not study.trials:
             raise
@@ -113,6 +128,36 @@ def search(
         progress("searched", num_trials * len(scenes), num_trials * len(scenes))
     settings = settings_at(best.point) if best.number else DEFAULTS
     return Search(trials, best, settings, is_interrupted)
+
+
+def put_back(task: TuningTask, found: Search, progress: Progress | None = None) -> Search:
+    """Return what was found without the changes that gain nothing on the tuning part.
+
+    One change after the other is made as shipped, and stays so where the score is no lower. What is
+    left has shown that it is missed, and by how much.
+    """
+    first, best = found.trials[0], found.best
+    if not found.has_found:
+        return found
+    names = moved_knobs(best.point, first.point)
+    point, value = dict(best.point), best.score or 0.0
+    worth: list[Effect] = []
+    num = len(task.tuning)
+    for index, name in enumerate(names):
+        without = point | {name: first.point[name]}
+        tell = None
+        if progress is not None:
+            tell = _within(progress, f"without the change of {name}", index * num, len(names) * num)
+        try:
+            other = _score_of(task, settings_at(without), first, tell)
+        except (ValueError, SimulationError):
+            # The change is what makes the others possible.
+            continue
+        if other >= value - _TIE:
+            point, value = without, other
+        else:
+            worth.append(Effect(name, float(point[name]), value - other))
+    return replace(found, settings=settings_at(point), worth=by_gain(worth))
 
 
 def compare(
@@ -157,6 +202,23 @@ def _try_next(
     study.complete(score(outcomes, defaults), outcomes)
 
 
+def _score_of(
+    task: TuningTask, settings: TunedSettings, first: Trial, progress: Progress | None
+) -> float:
+    if settings == DEFAULTS:
+        return first.score or 0.0
+    outcomes = []
+    for index, scene in enumerate(task.tuning):
+        tell = None if progress is None else _part(progress, "", index, len(task.tuning))
+        outcomes.append(run_scene(task, settings, scene, tell))
+    return score(outcomes, first.outcomes)
+
+
+def _gain(trial: Trial, trials: Sequence[Trial]) -> float:
+    """Return by how much a trial's score exceeds that of the shipped defaults."""
+    return (trial.score or 0.0) - (trials[0].score or 0.0)
+
+
 def _ahead(
     progress: Progress | None, trials: Sequence[Trial], num_trials: int, num_scenes: int
 ) -> Progress | None:
@@ -164,13 +226,14 @@ def _ahead(
     if progress is None:
         return None
     done = len(trials)
-    best = f", best {best_trial(trials).score:.4f}" if trials else ""
+    best = f", best {_gain(best_trial(trials), trials) * 100:+.2f} points" if trials else ""
     label = f"trial {done + 1} of {num_trials}{best}"
+    return _within(progress, label, done * num_scenes, num_trials * num_scenes)
 
-    def tell(_: str, part: float, __: float) -> None:
-        progress(label, done * num_scenes + part, num_trials * num_scenes)
 
-    return tell
+def _within(progress: Progress, label: str, done: int, total: int) -> Progress:
+    """Return a progress of a few simulations after `done` others."""
+    return lambda _, part, __: progress(label, done + part, total)
 
 
 def _part(progress: Progress, label: str, done: int, total: int) -> Callable[[float], None]:

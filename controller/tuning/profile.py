@@ -17,6 +17,7 @@ from typing import Any, Final
 import yaml
 
 from controller.runtime.tuned_for import TunedFor
+from controller.tuning.influence import Effect, Influence
 from controller.tuning.space import MAX_NUM_SEQS, TunedSettings
 from store.profiles import MAX_NAME_LENGTH, ProfileRecord
 
@@ -94,13 +95,14 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class BudgetProfile:
-    """Settings with a name. ProfileError names the field."""
+    """Settings with a name, and what the search learnt of knobs. ProfileError names the field."""
 
     name: str
     settings: TunedSettings
     tuned_for: TunedFor
     provenance: Provenance
     judged: Judged
+    influence: Influence = field(default_factory=Influence)
 
     def __post_init__(self) -> None:
         """Check the name."""
@@ -124,6 +126,7 @@ class BudgetProfile:
             "belongs_to": owner,
             "settings": self.settings.to_json(),
             "judged": _plain(asdict(self.judged)),
+            "influence": _plain(asdict(self.influence)),
             "provenance": _plain(asdict(self.provenance)),
         }
 
@@ -135,7 +138,7 @@ class BudgetProfile:
         if document.get("format") != PROFILE_FORMAT:
             raise ProfileError(f"format must be {PROFILE_FORMAT}, got {document.get('format')!r}")
         parts = ("format", "name", "belongs_to", "settings", "judged", "provenance")
-        _check_keys(document, "", parts, parts)
+        _check_keys(document, "", (*parts, "influence"), parts)
         name = _text(document, "name", "")
         check_name(name)
         settings = _table(document, "settings", "")
@@ -149,6 +152,9 @@ class BudgetProfile:
             _owner(name, _table(document, "belongs_to", "")),
             _provenance(_table(document, "provenance", "")),
             _judged(_table(document, "judged", "")),
+            _influence(_table(document, "influence", ""))
+            if "influence" in document
+            else Influence(),
         )
 
     def to_record(self, *, is_active: bool = False) -> ProfileRecord:
@@ -280,6 +286,28 @@ def _judged(values: Mapping[str, Any]) -> Judged:
         difference=_spread(_table(values, "difference", "judged."), "judged.difference."),
         harms={key: _number(harms, key, "judged.harms.") for key in harms},
         **sides,
+    )
+
+
+def _influence(values: Mapping[str, Any]) -> Influence:
+    known = tuple(each.name for each in fields(Influence))
+    _check_keys(values, "influence.", known, known)
+    return Influence(**{key: _effects(values[key], f"influence.{key}") for key in known})
+
+
+def _effects(values: Any, path: str) -> tuple[Effect, ...]:
+    if not isinstance(values, list) or not all(isinstance(each, Mapping) for each in values):
+        raise ProfileError(f"{path} must be a list of tables, got {values!r}")
+    names = tuple(each.name for each in fields(Effect))
+    for each in values:
+        _check_keys(each, f"{path}.", names, names)
+    return tuple(
+        Effect(
+            _text(each, "knob", f"{path}."),
+            _number(each, "value", f"{path}."),
+            _number(each, "gain", f"{path}."),
+        )
+        for each in values
     )
 
 

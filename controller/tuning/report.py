@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from controller.runtime.tuned_for import TunedFor
+from controller.tuning.influence import Influence, effects_alone
 from controller.tuning.job import Comparison, Search
 from controller.tuning.objective import Outcome
 from controller.tuning.profile import BudgetProfile, Judged, Provenance, Spread, Verdict
@@ -68,6 +69,7 @@ def make_profile(
             difference=_spread(comparison.differences),
             harms=comparison.harms,
         ),
+        influence=Influence(alone=effects_alone(search.trials), found=search.worth),
     )
 
 

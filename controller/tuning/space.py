@@ -20,7 +20,7 @@ DEFAULT_MAX_NUM_SEQS: Final[int] = Settings.model_fields[MAX_NUM_SEQS].default
 _MAX_SEATS: Final = 4096
 # Up to the seats that a server has by default this is the planner's own cap; beyond, the engine
 # gets as many seats. One knob: two would search the lesser of two numbers.
-_MAX_RUNNING: Final = "max_running"
+MAX_RUNNING: Final = "max_running"
 # The top of the range of `token_budget` says "no cap below the engine's own".
 _NO_CAP: Final = 8192
 # Knobs that one neighbour moves at most.
@@ -99,7 +99,7 @@ class Knob:
         value = settings.to_json()[self.name]
         if value is not None:
             return value
-        return settings.max_num_seqs if self.name == _MAX_RUNNING else self.high
+        return settings.max_num_seqs if self.name == MAX_RUNNING else self.high
 
 
 KNOBS: Final = (
@@ -137,7 +137,7 @@ KNOBS: Final = (
     Knob("exploration", 0.0, 0.05, "share of steps that are spent on learning the machine"),
     Knob("kv_reserve", 0.0, 0.2, "0 fills the pool and risks preemptions, 0.2 wastes a fifth"),
     Knob(
-        _MAX_RUNNING, 8, 256, "few keep steps short, many keep the machine busy",
+        MAX_RUNNING, 8, 256, "few keep steps short, many keep the machine busy",
         is_integer=True, is_log=True,
     ),
 )  # fmt: skip
@@ -159,7 +159,7 @@ def settings_at(point: Mapping[str, float], base: TunedSettings = DEFAULTS) -> T
     planner: dict[str, Value] = {}
     max_num_seqs = base.max_num_seqs
     for name, number in point.items():
-        if name == _MAX_RUNNING:
+        if name == MAX_RUNNING:
             max_num_seqs = max(base.max_num_seqs, int(number))
             planner[name] = int(number) if number < base.max_num_seqs else None
         elif name == "token_budget":
@@ -170,15 +170,21 @@ def settings_at(point: Mapping[str, float], base: TunedSettings = DEFAULTS) -> T
 
 
 def neighbour(
-    knobs: Sequence[Knob], first: Mapping[str, float], number: int, rng: np.random.Generator
+    knobs: Sequence[Knob],
+    first: Mapping[str, float],
+    number: int,
+    rng: np.random.Generator,
+    *,
+    is_alone: bool = False,
 ) -> dict[str, float]:
     """Return a point near `first`: knob `number` and up to two others, half-way to a draw.
 
-    A point that is drawn along every knob at once is nearly always worse than settings that were
-    chosen with care, and tells little of any one knob.
+    `is_alone` moves that knob only. A point that is drawn along every knob at once is nearly always
+    worse than settings that were chosen with care, and tells little of any one knob.
     """
     point = dict(first)
-    others = rng.permutation(len(knobs))[: number % _MOVED].tolist()
+    num_others = 0 if is_alone else number % _MOVED
+    others = rng.permutation(len(knobs))[:num_others].tolist()
     for index in {number % len(knobs), *others}:
         knob = knobs[index]
         here, low, high = first[knob.name], knob.low, knob.high

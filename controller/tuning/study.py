@@ -167,7 +167,8 @@ class Study:
             if number == 0:
                 point = self._first
             elif number <= num_near:
-                point = neighbour(self._knobs, self._first, number - 1, rng)
+                # Each knob alone: what it does is then seen for itself.
+                point = neighbour(self._knobs, self._first, number - 1, rng, is_alone=True)
             else:
                 point = neighbour(self._knobs, best_trial(trials).point, number // 2, rng)
             self._study.enqueue_trial(point)

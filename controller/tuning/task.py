@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from controller.policy.slo import SloClass
@@ -155,8 +156,16 @@ def cut_in_time(workload: Workload, held_out_share: float) -> tuple[Workload, Wo
 
 
 def _name_of(source: WorkloadSource, load: float) -> str:
-    name = source.trace or source.generator or ""
-    return name if load == 1.0 else f"{name} at {load:g} times its rate"
+    words = [source.generator if source.trace is None else Path(source.trace).name]
+    if source.start_s or source.duration_s is not None:
+        words.append(f"from {source.start_s:g} s")
+    if source.duration_s is not None:
+        words.append(f"for {source.duration_s:g} s")
+    if source.max_requests is not None:
+        words.append(f"({source.max_requests} requests)")
+    if load != 1.0:
+        words.append(f"at {load:g} times its rate")
+    return " ".join(word for word in words if word)
 
 
 def _scene_json(scene: Scene) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,15 @@ def run(*words: str, code: int = 0) -> Any:
 
 
 def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path) -> None:
-    said = run("tune", "mine", *QUICK, *OWNER, "--trials", "4").output
+    result = run("tune", "mine", *QUICK, *OWNER, "--trials", "4")
+    said = result.output
+    parts = r"1 scene of \d+ requests in 0\.\d+ s to tune, 2 scenes of \d+ to \d+ requests"
+    assert re.search(parts, result.stderr)
+    assert "4 trials over 1 knob in mine.study; Ctrl-C" in result.stderr
+    assert " points on the tuning part: max_running " in result.stderr
+    assert "4 trials: 4 whole" in result.stderr
+    assert "one knob alone" in said
+    assert "serve it with --profile mine" in said
     made = read_profile(tmp_path / "mine.yaml")
     verdict = made.judged.verdict
     assert f"{verdict}: {made.judged.statement}".split()[0] in said
@@ -65,7 +74,9 @@ def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path)
     assert "mine" in run("profile", "list").output
     (listed,) = json.loads(run("profile", "list", "--json").output)
     assert (listed["name"], listed["is_active"]) == ("mine", False)
-    assert "cpu (2 threads)" in run("profile", "show", "mine").output
+    shown = run("profile", "show", "mine").output
+    assert "profile mine, for demo on cpu (2 threads)" in shown
+    assert "many keep the machine busy" in shown
     assert json.loads(run("profile", "show", "mine", "--json").output) == made.to_json()
     assert run("profile", "export", "mine").output == (tmp_path / "mine.yaml").read_text()
     run("profile", "export", "mine", "--out", "copy.yaml")
@@ -135,6 +146,8 @@ def test_studies_of_one_name_in_two_folders_keep_their_trials_apart(
 def test_a_profile_of_nobody_is_made_and_said_to_be_useless_to_servers(tmp_path: Path) -> None:
     result = run("tune", "free", *QUICK, "--trials", "1")
     assert "--model and --device" in " ".join(result.stderr.split())
+    assert "serve it" not in result.output
+    assert "for no model and device: no server takes it" in run("profile", "show", "free").output
     refused = run("serve", "--profile", "free", "--print-settings", code=2).stderr
     assert "belongs to no model and device" in refused
     assert "belongs to no model" in run("profile", "activate", "free", code=2).stderr
@@ -164,7 +177,8 @@ def test_an_interruption_says_how_to_go_on_and_keeps_what_is_done(
         result = run("tune", "mine", *QUICK, "--trials", "3", code=130)
     assert "interrupted after 2 of 3 trials; mine.study keeps them" in result.stderr
     assert not (tmp_path / "mine.yaml").exists()
-    run("tune", "mine", *QUICK, "--trials", "3")
+    again = run("tune", "mine", *QUICK, "--trials", "3").stderr
+    assert "3 trials over 1 knob in mine.study, 2 of them done" in again
     assert read_profile(tmp_path / "mine.yaml").provenance.num_trials == 3
     other = run("tune", "mine", *QUICK, "--trials", "3", "--seed", "9", code=2).stderr
     assert "mine.study" in other

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from controller.cli.profile_view import print_changes, print_judged
+from controller.cli.profile_view import print_alone, print_changes, print_judged, print_tuned
+from controller.tuning.influence import Effect, Influence
 from controller.tuning.profile import Judged, Spread, Verdict
+from controller.tuning.space import DEFAULTS, settings_at
 
 BEFORE = {
     "attainment": Spread(0.9, 0.85, 0.953),
@@ -62,6 +64,42 @@ def test_a_measure_that_is_new_has_nothing_to_be_compared_with(
 ) -> None:
     print_judged(judged(BEFORE | {"gap_p99_s": Spread(0.2, 0.1, 0.3)}))
     assert cells(capsys)["longest gap P99"] == ["–", "–", "200 ms", "100–300 ms"]
+
+
+def test_knobs_alone_are_shown_with_what_they_did_and_named_where_they_did_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    effects = (
+        Effect("pace", 0.91234, 0.006), Effect("kv_reserve", 0.1, 0.0), Effect("bank", 0.11, -0.7),
+        Effect("speed", 2.0, 0.0), Effect("of_a_later_version", 2.0, -0.01),
+    )  # fmt: skip
+    print_alone(Influence(alone=effects))
+    found = cells(capsys)
+    assert found["one knob alone"] == ["default", "tried", "points"]
+    assert found["pace"] == ["0.95", "0.9123", "+0.60"]
+    assert found["bank"] == ["0", "0.11", "-70.00"]
+    assert found["of_a_later_version"] == ["–", "2", "-1.00"]
+    assert "no difference: kv_reserve, speed" in found
+    print_alone(Influence())
+    assert capsys.readouterr().out == ""
+
+
+def test_tuned_settings_say_what_each_gained_and_what_it_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tuned = settings_at({"pace": 0.9, "max_running": 96, "bank": 0.1})
+    print_tuned(
+        tuned, Influence(found=(Effect("pace", 0.9, 0.02), Effect("max_running", 96.0, 0.011)))
+    )
+    found = cells(capsys)
+    assert found["setting"] == ["default", "tuned", "points", "what it does"]
+    assert found["pace"][:3] == ["0.95", "0.9", "+2.00"]
+    assert found["max_num_seqs"][:3] == ["64", "96", "+1.10"]
+    assert found["max_num_seqs"][3].startswith("few keep steps short")
+    # Nobody measured it.
+    assert found["bank"][:3] == ["0", "0.1", "–"]
+    print_tuned(DEFAULTS, Influence())
+    assert capsys.readouterr().out == "no setting differs from the defaults\n"
 
 
 def test_changes_are_shown_or_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:

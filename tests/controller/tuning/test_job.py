@@ -185,7 +185,7 @@ def test_progress_rises_to_all_simulations(tmp_path: Path) -> None:
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1] == ("searched", 6, 6)
     assert told[0][0] == "trial 1 of 3"
-    assert any("trial 3 of 3, best 1.0000" in label for label, _, _ in told)
+    assert any("trial 3 of 3, best +0.00 points" in label for label, _, _ in told)
     told.clear()
     compare(small, found.settings, lambda *what: told.append(what))
     assert told[-1] == ("judged", 4, 4)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from controller.runtime.tuned_for import TunedFor
+from controller.tuning.influence import Effect, Influence
 from controller.tuning.job import Comparison, Search
 from controller.tuning.objective import Outcome
 from controller.tuning.profile import (
@@ -27,6 +28,7 @@ from controller.tuning.space import DEFAULTS, settings_at
 from controller.tuning.study import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
+SHIPPED = {"pace": 0.95, "token_budget": 8192.0, "max_running": 64.0}
 POINT = {"pace": 0.875, "token_budget": 512.0, "max_running": 96.0}
 OWNER = TunedFor("mine", "demo", "cpu (2 threads)", "float32", "reference")
 
@@ -37,7 +39,7 @@ def outcome(attainment: float, gap_s: float | None = 0.1) -> Outcome:
 
 def search_of(*scores: float) -> Search:
     trials = tuple(
-        Trial(i, "complete", {"pace": 0.95} if i == 0 else POINT, value, (outcome(value),), None, 7)
+        Trial(i, "complete", POINT if i else SHIPPED, value, (outcome(value),), None, 7)
         for i, value in enumerate(scores)
     )
     best = max(trials, key=lambda trial: (trial.score or 0.0, -trial.number))
@@ -51,10 +53,12 @@ def compared(before: list[float], after: list[float], gap_s: float = 0.1) -> Com
 
 
 def profile(name: str = "mine") -> BudgetProfile:
+    alone = Trial(2, "complete", SHIPPED | {"pace": 0.9}, 0.55, (outcome(0.55),), None, 8)
+    found = search_of(0.5, 0.75)
     return make_profile(
         name,
         task(crowd(5), crowd(6)),
-        search_of(0.5, 0.75),
+        replace(found, trials=(*found.trials, alone), worth=(Effect("token_budget", 512.0, 0.2),)),
         compared([0.5, 0.625], [0.75, 0.75]),
         tuned_for=replace(OWNER, profile=name),
         seed=3,
@@ -72,17 +76,26 @@ def test_a_profile_survives_yaml_and_json(tmp_path: Path) -> None:
     assert found.settings.max_num_seqs == 96
     assert found.tuned_for == OWNER
     assert found.judged == made.judged
+    assert found.influence == made.influence
+    assert [each.knob for each in found.influence.alone] == ["pace"]
+    assert found.influence.found == (Effect("token_budget", 512.0, 0.2),)
     assert found.to_json() == made.to_json()
     assert BudgetProfile.from_json(json.loads(json.dumps(made.to_json()))).to_yaml() == (
         path.read_text(encoding="utf-8")
     )
 
 
+def test_a_profile_that_was_made_before_knobs_were_told_apart_can_be_read() -> None:
+    found = BudgetProfile.from_json(edited(influence=...))
+    assert found.influence == Influence()
+    assert found.settings == profile().settings
+
+
 def test_a_profile_says_where_it_is_from_and_what_it_gains() -> None:
     made = profile()
     provenance = made.provenance
     assert (provenance.workload, provenance.hardware) == ("test", "quiet")
-    assert (provenance.seeds, provenance.num_trials, provenance.trial) == ((0, 1), 2, 1)
+    assert (provenance.seeds, provenance.num_trials, provenance.trial) == ((0, 1), 3, 1)
     assert set(provenance.versions) == {"paceline", "optuna"}
     assert provenance.classes[0]["name"] == "chat"
     assert made.judged.verdict is Verdict.BETTER
@@ -157,6 +170,12 @@ def edited(**changes: Any) -> dict[str, Any]:
         ({"judged__before__attainment__mean": "x"}, "judged.before.attainment.mean must be a"),
         ({"judged__difference__median": 1}, "judged.difference.median: no such field"),
         ({"judged__harms__goodput": float("nan")}, "judged.harms.goodput must be a finite"),
+        ({"influence": []}, "influence must be a table"),
+        ({"influence__found": ...}, "influence.found is missing"),
+        ({"influence__all": []}, "influence.all: no such field"),
+        ({"influence__alone": {"pace": 1}}, "influence.alone must be a list of tables"),
+        ({"influence__alone": [{"knob": "pace"}]}, "influence.alone.value is missing"),
+        ({"influence__alone": [{"knob": "pace", "value": 1, "gain": "x"}]}, "alone.gain must be"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], names: str) -> None:

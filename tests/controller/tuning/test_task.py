@@ -48,6 +48,12 @@ def test_a_trace_is_cut_in_time(tmp_path: Path) -> None:
     first, rest = made.tuning[0].workload, made.held_out[0].workload
     assert first.num_requests + rest.num_requests == 100
     assert first.num_requests == 60
+    # A file that has moved is still the same traffic.
+    assert made.name == "trace.csv"
+    part = of(
+        WorkloadSource(trace=str(path), start_s=2.0, duration_s=30.0, max_requests=50), load=1.5
+    )
+    assert part.name == "trace.csv from 2 s for 30 s (50 requests) at 1.5 times its rate"
     assert made.held_out[1].workload == rest
     assert made.held_out[1].seed != made.held_out[0].seed
     assert rest.arrivals[0].at_s < 0.5
