@@ -58,13 +58,13 @@ def print_alone(influence: Influence) -> None:
         table.add_column("one knob alone")
         for title in ("default", "tried", "points"):
             table.add_column(title, justify="right")
-        for each in effects:
-            table.add_row(
-                each.knob,
-                defaults.get(each.knob, MISSING),
-                _value(each.value),
-                _points(each.gain),
-            )
+        # Effects come with the largest gain first, and so do the knobs; what one knob did is read
+        # from its low end to its high one.
+        for name in dict.fromkeys(each.knob for each in effects):
+            labels = (name, defaults.get(name, MISSING))
+            for each in sorted((e for e in effects if e.knob == name), key=lambda e: e.value):
+                table.add_row(*labels, _value(each.value), _points(each.gain))
+                labels = ("", "")
         console.print(table)
     moved = {each.knob for each in effects}
     others = dict.fromkeys(each.knob for each in influence.alone if each.knob not in moved)

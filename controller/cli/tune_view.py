@@ -16,8 +16,8 @@ from controller.simulation.digits import plain
 
 if TYPE_CHECKING:
     from controller.tuning.space import Knob
-    from controller.tuning.study import Trial
     from controller.tuning.task import Scene, TuningTask
+    from controller.tuning.trial import Trial
 
 # As many of a point's knobs as a line has room for.
 _MAX_MOVED = 4
@@ -39,7 +39,7 @@ def introduce(
 def tell_best(trial: Trial, gain: float, first: Mapping[str, float]) -> None:
     """Say that a trial is better than all before it, and what it moved."""
     moved = [name for name, value in trial.point.items() if value != first[name]]
-    words = [f"{name} {plain(trial.point[name])}" for name in moved[:_MAX_MOVED]]
+    words = [f"{name} {trial.point[name]:.4g}" for name in moved[:_MAX_MOVED]]
     if len(moved) > _MAX_MOVED:
         words.append(f"{len(moved) - _MAX_MOVED} more")
     _say(f"trial {trial.number}: {gain * 100:+.2f} points on the tuning part: {', '.join(words)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from controller.tuning.study import Trial
+    from controller.tuning.trial import Trial
 
 # Scores that differ by less are the same: what is left of sums in another order.
 _TIE: Final = 1e-9

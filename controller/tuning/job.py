@@ -17,8 +17,9 @@ from controller.tuning.influence import Effect, by_gain, moved_knobs
 from controller.tuning.objective import Outcome, overstepped, run_scene, score
 from controller.tuning.profile import Verdict
 from controller.tuning.space import DEFAULTS, TunedSettings, settings_at
-from controller.tuning.study import Study, Trial, best_trial
+from controller.tuning.study import Study
 from controller.tuning.task import TuningTask
+from controller.tuning.trial import Trial, best_trial
 
 Progress = Callable[[str, float, float], None]
 """Called with what is being done, how many simulations are done, and how many there are."""

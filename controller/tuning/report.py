@@ -12,13 +12,14 @@ from importlib import metadata
 from typing import Any, Final
 
 from controller.runtime.tuned_for import TunedFor
+from controller.simulation.digits import share
 from controller.tuning.influence import Influence, effects_alone
 from controller.tuning.job import Comparison, Search
 from controller.tuning.objective import Outcome
 from controller.tuning.profile import BudgetProfile, Judged, Provenance, Spread, Verdict
 from controller.tuning.space import DEFAULTS, settings_at
-from controller.tuning.study import Trial
 from controller.tuning.task import TuningTask
+from controller.tuning.trial import Trial
 from store.profiles import TrialRecord
 
 _MEASURES: Final[Mapping[str, Callable[[Outcome], float | None]]] = {
@@ -85,8 +86,8 @@ def statement(search: Search, comparison: Comparison) -> str:
     after = statistics.fmean(each.attainment for each in comparison.after)
     difference = _spread(comparison.differences)
     numbers = (
-        f"On the held-out part the settings keep {after:.1%} of the promises by weight, the"
-        f" shipped defaults {before:.1%}: {_points(difference.mean)} points,"
+        f"On the held-out part the settings keep {share(after)} of the promises by weight, the"
+        f" shipped defaults {share(before)}: {_points(difference.mean)} points,"
         f" {_points(difference.min)} to {_points(difference.max)} over {num_scenes}"
         f" scene{'' if num_scenes == 1 else 's'}."
     )

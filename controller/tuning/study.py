@@ -1,7 +1,8 @@
 """`Study`: the trials of one search, kept in a journal file of their own so that it can go on.
 
-Owns Optuna: which point is tried next, which trial is given up early, what is remembered. Must not
-simulate, and must not touch the telemetry database.
+Owns Optuna: which trial is given up early, what is remembered, and which point is tried next where
+`controller.tuning.proposals` names none. Must not simulate, and must not touch the telemetry
+database.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -21,7 +21,9 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from controller.tuning.objective import Outcome
-from controller.tuning.space import Knob, neighbour
+from controller.tuning.proposals import propose
+from controller.tuning.space import Knob
+from controller.tuning.trial import Trial
 from store.errors import DatabaseBusyError, StoreError
 from store.lockfile import WriterLock
 
@@ -32,8 +34,6 @@ _OUTCOMES: Final = "outcomes"
 _REASON: Final = "reason"
 # Trials before one is given up.
 _NUM_UNPRUNED: Final = 5
-# Scores that differ by less are the same: what is left of sums in another order.
-_TIE: Final = 1e-9
 _STATES: Final = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -43,32 +43,6 @@ _STATES: Final = {
 
 class StudyError(ValueError):
     """A study cannot be used or continued; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A point that was tried. `score` is None where it failed, for `reason`.
-
-    `number` counts from 0, the shipped defaults. `outcomes` are those of the scenes that were
-    simulated: not all, where it was given up early. `ended_at_ms` is epoch milliseconds.
-    """
-
-    number: int
-    state: str
-    point: Mapping[str, float]
-    score: float | None
-    outcomes: tuple[Outcome, ...]
-    reason: str | None
-    ended_at_ms: int
-
-
-def best_trial(trials: Sequence[Trial]) -> Trial:
-    """Return the complete trial with the highest score; the earlier of equals, so the defaults."""
-    best = trials[0]
-    for trial in trials[1:]:
-        if trial.state == "complete" and (trial.score or 0.0) > (best.score or 0.0) + _TIE:
-            best = trial
-    return best
 
 
 class Study:
@@ -158,22 +132,16 @@ class Study:
         # A stream of its own for every trial: what it draws depends on nothing but the seed, the
         # number and the trials before, so that a study that goes on is the one that never stopped.
         stream = np.random.SeedSequence([self._seed, number])
-        num_near = len(self._knobs)
-        is_near = number <= num_near or number % 2 == 0
         # A process that was killed right here may have left this very point.
-        is_queued = bool(self._study.get_trials(False, (TrialState.WAITING,)))
-        if is_near and not is_queued:
+        if not self._study.get_trials(False, (TrialState.WAITING,)):
             rng = np.random.Generator(np.random.PCG64(stream))
-            if number == 0:
-                point = self._first
-            elif number <= num_near:
-                # Each knob alone: what it does is then seen for itself.
-                point = neighbour(self._knobs, self._first, number - 1, rng, is_alone=True)
-            else:
-                point = neighbour(self._knobs, best_trial(trials).point, number // 2, rng)
-            self._study.enqueue_trial(point)
+            point = propose(self._knobs, self._first, trials, rng)
+            if point is not None:
+                self._study.enqueue_trial(point)
         self._study.sampler = optuna.samplers.TPESampler(
-            seed=int(stream.generate_state(1)[0]), n_startup_trials=num_near, constant_liar=False
+            seed=int(stream.generate_state(1)[0]),
+            n_startup_trials=len(self._knobs),
+            constant_liar=False,
         )
         self._running = self._study.ask({k.name: _distribution(k) for k in self._knobs})
         return dict(self._running.params)

@@ -84,6 +84,23 @@ def test_knobs_alone_are_shown_with_what_they_did_and_named_where_they_did_nothi
     assert capsys.readouterr().out == ""
 
 
+def test_a_knob_that_was_tried_often_stands_once_and_its_values_in_their_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    effects = (
+        Effect("max_running", 96.0, 0.2),
+        Effect("pace", 0.9, 0.1),
+        Effect("max_running", 72.0, 0.0),
+        Effect("max_running", 80.0, 0.1),
+    )
+    print_alone(Influence(alone=effects))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["max_running", "64", "80", "+10.00"],
+        ["96", "+20.00"],
+        ["pace", "0.95", "0.9", "+10.00"],
+    ]
+
+
 def test_tuned_settings_say_what_each_gained_and_what_it_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from controller.tuning.influence import Effect, effects_alone
 from controller.tuning.objective import Outcome
-from controller.tuning.study import Trial
+from controller.tuning.trial import Trial
 
 FIRST = {"pace": 0.95, "bank": 0.0, "max_running": 64}
 

@@ -16,8 +16,9 @@ from controller.tuning.job import Comparison, TuningError, compare, search
 from controller.tuning.objective import Outcome, run_scene
 from controller.tuning.profile import Verdict
 from controller.tuning.space import DEFAULTS, TunedSettings, knobs_named, point_of, settings_at
-from controller.tuning.study import Study, StudyError, Trial
+from controller.tuning.study import Study, StudyError
 from controller.tuning.task import TuningTask
+from controller.tuning.trial import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
 SEATS = knobs_named(["max_running"])

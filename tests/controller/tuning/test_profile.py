@@ -25,7 +25,7 @@ from controller.tuning.profile import (
 )
 from controller.tuning.report import make_profile, statement, trial_records
 from controller.tuning.space import DEFAULTS, settings_at
-from controller.tuning.study import Trial
+from controller.tuning.trial import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
 SHIPPED = {"pace": 0.95, "token_budget": 8192.0, "max_running": 64.0}
@@ -121,6 +121,7 @@ def test_a_server_gets_the_settings_in_its_own_words() -> None:
         (search_of(0.5, 0.9), compared([0.5], [0.9]), "over 1 scene. Not better for sure: one sc"),
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.3, 0.4]), "does not carry over"),
         (search_of(0.5, 0.9), compared([0.5], [0.9], 0.5), "too much is lost in longest gap"),
+        (search_of(0.5, 0.9), compared([0.5, 0.5], [1.0, 1.0]), "keep 100% of the promises"),
         (search_of(0.9, 0.5), compared([0.9], [0.9]), "Nothing better .* holds the defaults"),
     ],
 )

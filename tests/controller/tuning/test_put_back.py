@@ -13,8 +13,9 @@ from controller.tuning.influence import moved_knobs
 from controller.tuning.job import Search, put_back, search
 from controller.tuning.objective import Outcome, Progress
 from controller.tuning.space import DEFAULTS, KNOBS, TunedSettings, point_of, settings_at
-from controller.tuning.study import Study, Trial
+from controller.tuning.study import Study
 from controller.tuning.task import Scene, TuningTask
+from controller.tuning.trial import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
 
