@@ -17,7 +17,7 @@ from controller.policy.admission import ADMITTED, QUEUED, screen
 from controller.policy.capacity import split_running
 from controller.policy.facts import live_promise
 from controller.policy.kv import BlockLedger
-from controller.policy.preemption import make_room
+from controller.policy.preemption import hold_back, make_room
 from engine.ports import EngineView, RequestView
 from engine.request import RequestPhase
 from engine.step import (
@@ -62,6 +62,7 @@ class BaselinePlanner(ABC):
 
     def plan(self, view: EngineView) -> StepPlan:
         """Return the next step."""
+        view = hold_back(view)
         ledger = BlockLedger.of(view)
         decodes, prefills = split_running(view.running)
         victims = make_room(decodes, prefills, ledger, _latest_first)

@@ -31,7 +31,7 @@ from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing, pace_decodes
-from controller.policy.preemption import choose_methods, make_room
+from controller.policy.preemption import choose_methods, hold_back, make_room
 from controller.policy.seating import Seated, seat
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
@@ -93,6 +93,7 @@ class SloPlanner:
         leave.
         """
         config = self._config
+        view = hold_back(view)
         ledger = BlockLedger.of(view)
         decodes, prefills = split_running(view.running)
         victims = make_room(decodes, prefills, ledger, self._victim_key(view.now))

@@ -1,20 +1,59 @@
-"""Who gives way when KV blocks run out, and how: KV is computed again, or moved to host memory and
-back (control.md section 6).
+"""Who gives way when KV blocks run out, how (KV is computed again, or moved to host memory and
+back), and who may come back (control.md section 6).
 
-Owns both choices, shared by every policy. Must not know a deadline beyond the sort key that it is
-handed, or move anything.
+Owns these choices, shared by every policy, and the bound on how often anybody gives way. Must not
+know a deadline beyond the sort key that it is handed, or move anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from controller.policy.kv import BlockLedger
+from engine.blocks import num_blocks_for
 from engine.ports import EngineView, RequestView
 from engine.step import Preemption, PreemptionMethod
 
-# A request preempted this often is spared as long as another victim is left.
 MAX_PREEMPTIONS = 3
+"""How often a request gives way at most. Whoever did as often is spared from then on."""
+
+
+def hold_back(view: EngineView) -> EngineView:
+    """Return the view as policies plan by it: without those preempted requests that cannot come
+    back for good yet.
+
+    Spared requests run together only if the pool holds all of them at their longest. Then the
+    others' blocks are enough whenever one of them needs a block, and none has to give way again.
+    They come back in the order of arrival, so none waits for more than those that arrived before it
+    and those that run; who is not spared passes them, for it takes nothing that it could not give
+    back. Blocks that several share are counted for each.
+    """
+    spared = [request for request in view.preempted if _is_spared(request)]
+    if not spared:
+        return view
+    num_left = view.num_total_blocks
+    num_left -= sum(_most_blocks(view, request) for request in view.running if _is_spared(request))
+    spared.sort(key=lambda request: request.arrival_no)
+    for place, request in enumerate(spared):
+        num_left -= _most_blocks(view, request)
+        if num_left < 0:
+            late = {each.request_id for each in spared[place:]}
+            return replace(
+                view, preempted=[each for each in view.preempted if each.request_id not in late]
+            )
+    return view
+
+
+def _is_spared(request: RequestView) -> bool:
+    return request.num_preemptions >= MAX_PREEMPTIONS
+
+
+def _most_blocks(view: EngineView, request: RequestView) -> int:
+    """Blocks that the request may hold at its end: prompt and `max_tokens` within the context."""
+    num_tokens = request.num_prompt_tokens + max(1, request.max_tokens)
+    limit = min(num_tokens, view.max_model_len)
+    return min(num_blocks_for(limit, view.block_size), view.num_total_blocks)
 
 
 def make_room(
@@ -28,7 +67,9 @@ def make_room(
 
     Every decode must get the block of its next token; without decodes at least one prefill must be
     able to go on. The last one left is never preempted: alone it fits, because admission refused
-    what the pool cannot hold.
+    what the pool cannot hold. Nor is a spared one: with the others gone those fit (`hold_back`).
+    In a state that cannot have come about by that rule they give way after everybody else, rather
+    than that a plan lacks blocks.
     """
     if decodes:
         if ledger.take_next_tokens(decodes):
@@ -38,6 +79,9 @@ def make_room(
     victims: list[RequestView] = []
     staying = list(decodes)
     for victim in sorted((*decodes, *prefills), key=_sparing(victim_key))[:-1]:
+        if victims and _is_spared(victim) and ledger.take_next_tokens(staying):
+            # What the victims held is others' as well: no block is free, and none is needed.
+            break
         ledger.release(victim)
         victims.append(victim)
         if victim in staying:
@@ -51,7 +95,7 @@ def _sparing(
     victim_key: Callable[[RequestView], tuple[float, ...]],
 ) -> Callable[[RequestView], tuple[float, ...]]:
     def key(request: RequestView) -> tuple[float, ...]:
-        return (request.num_preemptions >= MAX_PREEMPTIONS, *victim_key(request))
+        return (_is_spared(request), *victim_key(request))
 
     return key
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from controller.policy.preemption import MAX_PREEMPTIONS
 from engine.ports import EngineView, Planner, RequestView
 from engine.request import RequestPhase
 from engine.step import AdmissionAction, PreemptionMethod, StepPlan, WorkKind
@@ -29,13 +30,14 @@ def snapshot(view: EngineView) -> list[tuple[object, ...]]:
 
 
 def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None) -> None:
-    """Assert budgets, seats, blocks, phases and that every decode is served."""
+    """Assert budgets, seats, blocks, phases, who gives way, and that every decode is served."""
     everybody: dict[str, RequestView] = {
         r.request_id: r for group in (view.waiting, view.running, view.preempted) for r in group
     }
     gone = {preemption.request_id for preemption in plan.preemptions}
     assert len(gone) == len(plan.preemptions)
     assert all(everybody[i].phase is RequestPhase.RUNNING for i in gone)
+    assert all(everybody[i].num_preemptions < MAX_PREEMPTIONS for i in gone)
     ids = [w.request_id for w in plan.work]
     assert len(set(ids)) == len(ids)
     assert not gone & set(ids)
