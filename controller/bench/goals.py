@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from controller.bench.goals_binding import BINDING_FAMILY, Binding, measure_bindings
 from controller.bench.goals_calm import Calm, g2_checks, measure_calm
 from controller.bench.goals_cases import (
     Case,
@@ -41,13 +42,14 @@ from controller.bench.goals_runs import Missing, Runs
 from controller.bench.goals_verdicts import Check
 from controller.policy.settings import PolicyConfig
 
-GOALS: Final = ("g1", "g1b", "g2", "g3", "g6", "curve")
+GOALS: Final = ("g1", "g1b", "g2", "g3", "g6", "curve", "binds")
 STUDY_FORMAT: Final = 2
 _FAMILIES: Final = {
     "g1": ("edf", "fcfs", "slack-greedy", "slack-greedy-even", "smallest-feasible", A_DEFAULT),
     "g1b": ("edf-shed",),
     "g3": ("fcfs",),
     "curve": ("edf-shed", "edf", "fcfs", *VARIANTS, A_DEFAULT),
+    "binds": (BINDING_FAMILY,),
 }
 
 
@@ -67,6 +69,7 @@ class Study:
     calm: tuple[tuple[Case, Calm | Missing], ...] = ()
     overload: tuple[tuple[Case, Overload | Missing], ...] = ()
     curve: Loads | Missing | None = None
+    bindings: tuple[Binding, ...] = ()
     checks: tuple[Check, ...] = ()
     num_runs: int = 0
     is_complete: bool = False
@@ -90,6 +93,7 @@ class Study:
             "calm": _pairs(self.calm),
             "overload": _pairs(self.overload),
             "curve": self.curve.to_json() if isinstance(self.curve, Loads) else self.curve,
+            "bindings": [each.to_json() for each in self.bindings],
         }
 
 
@@ -102,7 +106,7 @@ def run_study(
     """
     study = Study(inputs, tuple(seeds), tuple(each for each in GOALS if each in goals))
     steady = steady_cases(inputs)
-    changing = changing_cases(inputs) if "g1b" in goals else []
+    changing = changing_cases(inputs) if {"g1b", "binds"} & set(goals) else []
     one_class = one_class_cases(inputs) if "g2" in goals else []
     if not (steady or changing or one_class):
         raise ValueError("no trace is given, and no goal was asked for that needs none")
@@ -132,6 +136,10 @@ def run_study(
         study = replace(
             study, curve=runs.together([partial(measure_curve, chosen, runs, seeds)])[0]
         )
+    if "binds" in goals:
+        yield _judged(study, runs)
+        bindings = measure_bindings(study.steady, study.changing, runs, seeds)
+        study = replace(study, bindings=tuple(bindings))
     yield replace(_judged(study, runs), is_complete=runs.num_absent == 0)
 
 

@@ -20,6 +20,8 @@ DEPTH: Final = 12
 """How many rungs below the first guess are tried: a fifth of its rate."""
 HEIGHT: Final = 12
 _PATIENCE: Final = 4
+# A rung's rate is that rung, whatever its logarithm is rounded to.
+_ROUNDING: Final = 1e-9
 _LOST: Final = 0.02
 _FIRST_BUDGET: Final = 512.0
 
@@ -37,6 +39,11 @@ def rung_near(rate: float) -> int:
     if not (math.isfinite(rate) and rate > 0.0):
         raise ValueError(f"rate must be a positive number, got {rate}")
     return round(math.log(rate, RATIO))
+
+
+def rung_above(rate: float) -> int:
+    """Return the lowest rung whose rate is more than `rate`, which must be positive."""
+    return math.floor(math.log(rate, RATIO) + _ROUNDING) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,8 @@ def measure_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Ov
     All seeds at the load that is judged, the first one elsewhere. NotMeasuredError if no rate
     holds 90 %.
     """
-    case, few = found.case.weighted(), seeds[:_FEW_SEEDS]
-    knee = _knee(case, runs, found.knee or case.start_rate, few)
-    if knee is None:
-        raise NotMeasuredError(NOT_REACHED)
+    few = seeds[:_FEW_SEEDS]
+    case, knee = overloaded(found, runs, seeds)
     points: list[Point] = []
     for factor in OVERLOADS:
         chosen = seeds if factor == JUDGED_OVERLOAD else few
@@ -76,6 +74,18 @@ def measure_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Ov
     rival = _least_missed(case, runs, JUDGED_OVERLOAD * knee, seeds[0])
     points += run_loads(case, runs, (rival,), knee, (JUDGED_OVERLOAD,), seeds).points
     return Overload(Loads(case, knee, tuple(points)), _even(found, runs, knee, few))
+
+
+def overloaded(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> tuple[Case, float]:
+    """Return the case with the overload's mix and weights, and our 90 % goodput on it.
+
+    NotMeasuredError if no rate holds that.
+    """
+    case = found.case.weighted()
+    knee = _knee(case, runs, found.knee or case.start_rate, seeds[:_FEW_SEEDS])
+    if knee is None:
+        raise NotMeasuredError(NOT_REACHED)
+    return case, knee
 
 
 def _even(found: CaseGoodput, runs: Runs, guess: float, seeds: Sequence[int]) -> Loads | None:

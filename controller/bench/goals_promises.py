@@ -148,7 +148,9 @@ useful = extra("useful_work_per_s")
 
 def _compact(measures: dict[str, Any]) -> dict[str, Any]:
     """Return what the page is made of: of tenths by length their attainment alone."""
-    kept = {name: measures[name] for name in ("overall", "classes", EXTRA)}
+    names = ("overall", "classes", EXTRA, "binding_steps", "binding_time")
+    # Runs of before do not know what bound them.
+    kept = {name: measures[name] for name in names if name in measures}
     return kept | {"deciles": [each["attainment"] for each in measures["deciles"]]}
 
 
@@ -159,8 +161,10 @@ def run_loads(
     knee: float,
     factors: Sequence[float],
     seeds: Sequence[int],
+    *,
+    needed: str = "",
 ) -> Loads:
-    """Run policies at multiples of a rate."""
+    """Run policies at multiples of a rate; `needed` names a measure that the rows must have."""
     wanted = [(policy, factor) for factor in factors for policy in policies]
     tasks = [
         SweepTask(policy, case.load(factor * knee), seed)
@@ -168,7 +172,7 @@ def run_loads(
         for seed in seeds
     ]
     # All at once: no process idles while the last seed of a point is under way.
-    rows = runs.rows(case.scene, tasks, f"{case.name}: at multiples of {knee:.2f}/s")
+    rows = runs.rows(case.scene, tasks, f"{case.name}: at multiples of {knee:.2f}/s", needed=needed)
     points = [
         Point(policy, factor, factor * knee, tuple(rows[i * len(seeds) : (i + 1) * len(seeds)]))
         for i, (policy, factor) in enumerate(wanted)

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from controller.bench.goals import Study
+from controller.bench.goals_binding import BINDING_SEEDS, OURS_ORACLE, oracle_gain
 from controller.bench.goals_cases import Case, targets_of
 from controller.bench.goals_report_tables import (
+    binding_table,
     calm_table,
     curve_tables,
     goodput_table,
@@ -87,6 +89,8 @@ def render_markdown(study: Study, commands: Sequence[str]) -> str:
         parts += _details(goal, study)
     if study.curve is not None:
         parts += ["## Load", *curve_tables(study.curve)]
+    if "binds" in study.goals:
+        parts += ["## What binds", *_bindings(study)]
     parts += ["## Workloads", workloads_table(_cases(study), _lasts(study)), _short(study)]
     parts.append(_method())
     code = "\n".join(commands)
@@ -223,6 +227,35 @@ def _details(goal: str, study: Study) -> Iterator[str]:
             " budget that misses least at 1.5×:"
         )
         yield overload_table(study.overload)
+
+
+def _bindings(study: Study) -> Iterator[str]:
+    if not study.bindings:
+        yield "Not measured."
+        return
+    yield (
+        f"Our planner, the same with an oracle that knows the machine's formula (`{OURS_ORACLE}`:"
+        " what prediction can gain at most), and the static budget with our admission that has the"
+        f" best 90 % goodput on the case; means over {BINDING_SEEDS} seeds at most. A miss counts"
+        " once, by its first cause; by class, of the class's own requests. What bound a step set"
+        " the number of its prompt tokens ([control.md](control.md#what-is-recorded)); idle is"
+        " nothing: no more was waiting, or wanted."
+    )
+    titles = (
+        "On the first rung above our 90 % goodput, where promises begin to be missed",
+        "At 1.5 times our goodput on the mix of G3 with its weights, misses of the middle of a run",
+    )
+    for is_overload, title in enumerate(titles):
+        chosen = [each for each in study.bindings if each.is_overload == bool(is_overload)]
+        if not chosen:
+            continue
+        gain = oracle_gain(chosen)
+        text = ""
+        if gain is not None:
+            mean, least, most = (f"{100.0 * each:+.1f}" for each in gain)
+            text = f" An oracle keeps {mean} points ({least} to {most})."
+        yield f"{title}.{text}"
+        yield binding_table(chosen)
 
 
 def _cases(study: Study) -> list[Case]:

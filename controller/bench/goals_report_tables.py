@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Final
 
+from controller.bench.goals_binding import Binding, bound
 from controller.bench.goals_calm import CALM_LOADS, Calm
 from controller.bench.goals_cases import TOP_CLASS, Case, targets_of
 from controller.bench.goals_goodput import OURS, Best, CaseGoodput
@@ -26,7 +28,12 @@ from controller.bench.goals_promises import (
 )
 from controller.bench.goals_runs import Missing
 from controller.bench.goals_verdicts import percent
+from controller.simulation.causes import CAUSE_WORDS, binding_word
 from controller.simulation.goodput import shown
+from controller.simulation.records import MissCause
+
+# Here nobody has a target beside these two, and everybody has both.
+_CAUSES: Final = (MissCause.REFUSED, MissCause.LATE, MissCause.SLOW)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -155,6 +162,35 @@ def curve_tables(loads: Loads | Missing) -> list[str]:
     ]
 
 
+def binding_table(bindings: Sequence[Binding]) -> str:
+    """Return who missed what, and what bound the steps, a row per case and policy."""
+    rows = []
+    for each in bindings:
+        name = each.case.name
+        if isinstance(each.loads, Missing):
+            rows.append([name, "–", "–", "–", "–", "–", str(each.loads)])
+            continue
+        classes = [label for label, *_ in targets_of(each.case)]
+        rows += [
+            [
+                name,
+                f"{point.rate:.2f}/s",
+                f"`{point.policy}`",
+                f"{each.kept(point):.1%}",
+                _causes(each.misses(point)),
+                "; ".join(f"{label} {_causes(each.misses(point, label))}" for label in classes),
+                ", ".join(
+                    f"{binding_word(label)} {percent(steps)} ({percent(time)})"
+                    for label, steps, time in bound(point)
+                ),
+            ]
+            for point in each.points
+        ]
+    words = ", ".join(CAUSE_WORDS[cause] for cause in _CAUSES)
+    head = ("case", "rate", "policy", "kept", f"missed, %: {words}", "by class")
+    return table((*head, "bound most steps (share of their time)"), rows)
+
+
 def workloads_table(cases: Sequence[Case], lasts_s: Mapping[str, float]) -> str:
     """Return what each case is made of; `lasts_s` is by case how long it lasts at our goodput."""
     rows = []
@@ -177,6 +213,10 @@ def workloads_table(cases: Sequence[Case], lasts_s: Mapping[str, float]) -> str:
         rows.append([case.name, str(case.num_requests), rate, lasts, promised, mix])
     head = ("case", "requests", "own rate", "lasts, at our 90 % goodput", "promised")
     return table((*head, "shares of classes, %"), rows)
+
+
+def _causes(misses: Mapping[str, float]) -> str:
+    return " / ".join(f"{100.0 * misses.get(cause, 0.0):.1f}" for cause in _CAUSES)
 
 
 def _at(curve: Curve, level: float) -> str:

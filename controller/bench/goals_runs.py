@@ -18,6 +18,8 @@ from controller.simulation.sweep import ResultsFile, Scene, SweepRow, SweepTask
 T = TypeVar("T")
 # Threads only wait for processes: enough of them that no process idles while one decides.
 _THREADS_PER_WORKER: Final = 3
+# Between the key of a run and the measure for whose sake it was run once more.
+_AGAIN: Final = "+"
 
 Listener = Callable[[str, int, int], None]
 """Called with (what was done last, runs done, runs asked for so far)."""
@@ -57,6 +59,7 @@ class Runs:
         self._under_way: dict[str, Future[SweepRow]] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._asked: set[str] = set()
+        self._told: set[str] = set()
         self.policy_rows: dict[str, dict[str, SweepRow]] = {}
         self.num_done = 0
         self.num_simulated = 0
@@ -78,9 +81,14 @@ class Runs:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def rows(self, scene: Scene, tasks: Sequence[SweepTask], label: str = "") -> list[SweepRow]:
-        """Return the rows of the tasks, in order. Raises what `Scene.run` raises."""
-        keys = [scene.key(task) for task in tasks]
+    def rows(
+        self, scene: Scene, tasks: Sequence[SweepTask], label: str = "", *, needed: str = ""
+    ) -> list[SweepRow]:
+        """Return the rows of the tasks, in order; `needed` names a measure that they must have.
+
+        Raises what `Scene.run` raises.
+        """
+        keys = [self._key(scene, task, needed) for task in tasks]
         with self._lock:
             self._asked.update(keys)
         waiting = [self._start(scene, task, key) for task, key in zip(tasks, keys, strict=True)]
@@ -90,6 +98,15 @@ class Runs:
             self._keep(task, key, row, label)
             found.append(row)
         return found
+
+    def _key(self, scene: Scene, task: SweepTask, needed: str) -> str:
+        key = scene.key(task)
+        row = self._results.get(key)
+        if not needed or row is None or needed in row.measures:
+            return key
+        # Kept before that was measured: others count on the row as it is, so it is run once more
+        # beside it.
+        return f"{key}{_AGAIN}{needed}"
 
     def together(self, jobs: Sequence[Callable[[], T]]) -> list[T | Missing]:
         """Run jobs that ask for rows at the same time; a job that cannot go on is a `Missing`."""
@@ -127,10 +144,10 @@ class Runs:
                 self._results.add(key, row)
                 self.num_simulated += 1
             self._under_way.pop(key, None)
-            rows = self.policy_rows.setdefault(task.policy, {})
-            is_new = key not in rows
-            rows[key] = row
-            if is_new:
+            # A run that is there once more counts as one.
+            self.policy_rows.setdefault(task.policy, {}).setdefault(key.partition(_AGAIN)[0], row)
+            if key not in self._told:
+                self._told.add(key)
                 self.num_done += 1
                 if self._listener is not None:
                     self._listener(label or task.policy, self.num_done, len(self._asked))

@@ -19,7 +19,7 @@ from controller.policy.baselines import StaticPlanner
 from controller.policy.baselines_dynamic import SlackGreedyPlanner, SmallestFeasiblePlanner
 from controller.policy.policies import make_planner
 from controller.policy.settings import PolicyConfig
-from controller.simulation.measures import measure
+from controller.simulation.measures import measure, miss_counts
 from controller.simulation.records import SimulatedRequest
 from controller.simulation.run import PlannerParts, Progress, simulate
 from controller.simulation.sweep import Scene, SweepRow, SweepTask
@@ -32,6 +32,12 @@ GOALS_FORMAT: Final = 2
 """Of what a run of the goals keeps beside `Measures`; another number is another result."""
 EXTRA: Final = "goals"
 """Key of the goals' own measures in `SweepRow.measures`."""
+
+ORACLE: Final = ":oracle"
+"""Ends the name of a policy that knows the machine's formula."""
+
+ALL: Final = "all"
+"""Name of the group of all requests."""
 
 _RAMP_SHARE: Final = 0.25
 _MERGED: Final = "edf-merged-"
@@ -52,7 +58,7 @@ class GoalScene(Scene):
     `policy` of a task may also be `slack-greedy:FACTOR` or `slack-greedy:FACTOR:MS`,
     `slack-greedy-even:…` (its slack counts from the first token), `smallest-feasible:TOKENS`,
     baselines with numbers of their own, or `edf-merged-N`: `edf-N` in which a new prompt may pass
-    a started one.
+    a started one. `POLICY:oracle` plans with the machine's own formula instead of what is learnt.
     """
 
     horizon_s: float = 0.0
@@ -79,16 +85,19 @@ class GoalScene(Scene):
         workload = self.workload(task.load, task.seed)
         first, last = workload.arrivals[0].at_s, workload.arrivals[-1].at_s
         begin = first + _RAMP_SHARE * (last - first)
+        policy, config = task.policy, replace(self.config, seed=task.seed)
+        if policy.endswith(ORACLE):
+            policy, config = policy.removesuffix(ORACLE), replace(config, learner="oracle")
 
         def watched(parts: PlannerParts) -> Planner:
-            watches.append(PlanWatch(planner_of(task.policy, parts), begin, last))
+            watches.append(PlanWatch(planner_of(policy, parts), begin, last))
             return watches[0]
 
         result = simulate(
             workload,
             watched,
             self.hardware,
-            replace(self.config, seed=task.seed),
+            config,
             progress,
             policy_name=task.policy,
         )
@@ -172,7 +181,8 @@ class PlanWatch:
 
 def settled_misses(requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
     """Return the share that missed a target, `missed`, and by class, `classes`, of the requests
-    that arrived between a quarter and three quarters of the arrivals' time.
+    that arrived between a quarter and three quarters of the arrivals' time; `groups` holds how many
+    they are and the misses by cause, of all and by class, as `GroupMeasures` does.
 
     Before that no backlog has built up, after it an overload ends before a long target does. Of
     all requests where none arrived then.
@@ -181,13 +191,22 @@ def settled_misses(requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
     span_s = max(each.arrived_at for each in requests) - first
     begin, end = (first + share * span_s for share in _SETTLED)
     chosen = [each for each in requests if begin <= each.arrived_at <= end] or requests
-    by_class: dict[str, list[bool]] = {}
+    by_class: dict[str, list[SimulatedRequest]] = {}
     for each in chosen:
-        by_class.setdefault(each.slo_class, []).append(not each.is_kept)
+        by_class.setdefault(each.slo_class, []).append(each)
+    groups = {name: _misses(group) for name, group in sorted(by_class.items())}
     return {
         "missed": float(np.mean([not each.is_kept for each in chosen])),
-        "classes": {name: float(np.mean(values)) for name, values in sorted(by_class.items())},
+        "classes": {
+            name: float(np.mean([not each.is_kept for each in group]))
+            for name, group in sorted(by_class.items())
+        },
+        "groups": {ALL: _misses(chosen)} | groups,
     }
+
+
+def _misses(requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
+    return {"num_offered": len(requests), "misses": miss_counts(requests)}
 
 
 def bounds_of(requests: Sequence[SimulatedRequest], config: PolicyConfig) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def goals(
     ] = None,
     goal: Annotated[
         list[str] | None,
-        typer.Option(help="g1, g1b, g2, g3, g6 or curve. Repeatable. Default: all."),
+        typer.Option(help="g1, g1b, g2, g3, g6, curve or binds. Repeatable. Default: all."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="How many seeds, or which: 5, or 0,7.")] = "5",
     requests: Annotated[

@@ -14,12 +14,20 @@ from controller.bench.goals_ladder import (
     Race,
     Span,
     rate_of,
+    rung_above,
     rung_near,
     walk,
 )
 from controller.simulation.sweep import search_budget
 
 LEVELS = (0.9, 0.99)
+
+
+@pytest.mark.parametrize("rung", [-30, -1, 0, 7, 40])
+def test_the_rung_above_a_rate_is_faster_than_it(rung: int) -> None:
+    assert rung_above(rate_of(rung)) == rung + 1
+    assert rung_above(rate_of(rung) * 1.01) == rung + 1
+    assert rung_above(rate_of(rung) / 1.01) == rung
 
 
 class Asked:

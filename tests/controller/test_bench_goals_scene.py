@@ -48,6 +48,21 @@ def test_watching_changes_nothing(scene: GoalScene) -> None:
     )
 
 
+def test_an_oracle_plans_with_the_machines_own_formula(scene: GoalScene) -> None:
+    row = scene.run(SweepTask("slo:oracle", 3.0, 1))
+
+    config = replace(scene.config, seed=1, learner="oracle")
+    known = simulate(scene.workload(3.0, 1), "slo", scene.hardware, config)
+    learnt = scene.run(SweepTask("slo", 3.0, 1))
+    assert row.event_hash == known.event_hash != learnt.event_hash
+    assert row.task.policy == "slo:oracle"
+    # Nothing was learnt, so nothing was predicted wrongly by what was.
+    assert row.measures["prediction_mape"] == 0.0 < learnt.measures["prediction_mape"]
+    assert sum(row.measures["binding_steps"].values()) == pytest.approx(1.0)
+    keys = {scene.key(SweepTask(name, 3.0, 1)) for name in ("slo", "slo:oracle")}
+    assert len(keys) == 2
+
+
 def test_a_number_of_a_baseline_is_part_of_its_name(scene: GoalScene) -> None:
 
     rows = {
@@ -109,6 +124,11 @@ def test_misses_are_of_the_requests_in_the_middle() -> None:
     assert settled_misses(requests) == {
         "missed": pytest.approx(1.0 / 3.0),
         "classes": {"batch": 0.0, "chat": 0.5},
+        "groups": {
+            "all": {"num_offered": 3, "misses": {"other": 1}},
+            "batch": {"num_offered": 1, "misses": {}},
+            "chat": {"num_offered": 2, "misses": {"other": 1}},
+        },
     }
     assert settled_misses([requests[0], requests[5]])["missed"] == 1.0
 
