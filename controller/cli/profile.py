@@ -21,6 +21,7 @@ from controller.cli.profile_view import (
     print_judged,
     print_profiles,
     print_tuned,
+    promises_of,
 )
 from controller.config import DEFAULT_DB_URL
 
@@ -82,6 +83,8 @@ def show(name: NameArgument, is_json: JsonOption = False, url: DbOption = DEFAUL
         f" {made.num_trials}, {_scenes(made.seeds)} to tune,"
         f" {_scenes(made.held_out_seeds)} to judge"
     )
+    if made.classes:
+        typer.echo(f"promises: {promises_of(made.classes)}")
     print_alone(found.influence)
     print_tuned(found.settings, found.influence)
     print_judged(found.judged)

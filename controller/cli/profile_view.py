@@ -46,6 +46,24 @@ def print_profiles(records: Iterable[ProfileRecord]) -> None:
     wide_console().print(table)
 
 
+def promises_of(classes: Iterable[Mapping[str, Any]]) -> str:
+    """Return a profile's classes in words; what is no number of seconds is left out."""
+    return "; ".join(_promise(each) for each in classes)
+
+
+def _promise(item: Mapping[str, Any]) -> str:
+    slo = item.get("slo")
+    known = slo if isinstance(slo, Mapping) else {}
+    words = [
+        f"{key.removesuffix('_s').upper()} {known[key] * 1e3:g} ms"
+        for key in ("ttft_s", "tpot_s", "e2e_s")
+        if isinstance(known.get(key), int | float)
+    ]
+    weight = item.get("weight", 1.0)
+    heavy = "" if weight == 1.0 else f", weight {weight}"
+    return f"{item.get('name')} ({', '.join(words) or 'no targets'}{heavy})"
+
+
 def print_alone(influence: Influence) -> None:
     """Show what each knob did to the tuning part when it alone was not as shipped."""
     from controller.tuning.space import KNOBS

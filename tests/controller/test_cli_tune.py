@@ -76,6 +76,7 @@ def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path)
     assert (listed["name"], listed["is_active"]) == ("mine", False)
     shown = run("profile", "show", "mine").output
     assert "profile mine, for demo on cpu (2 threads)" in shown
+    assert "promises: chat (TTFT 600 ms, weight 2.0); bulk (TTFT 5000 ms)" in shown
     assert "many keep the machine busy" in shown
     assert json.loads(run("profile", "show", "mine", "--json").output) == made.to_json()
     assert run("profile", "export", "mine").output == (tmp_path / "mine.yaml").read_text()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from controller.cli.profile_view import print_alone, print_changes, print_judged, print_tuned
+from controller.cli.profile_view import (
+    print_alone,
+    print_changes,
+    print_judged,
+    print_tuned,
+    promises_of,
+)
+from controller.policy.slo import Slo, SloClass
 from controller.tuning.influence import Effect, Influence
 from controller.tuning.profile import Judged, Spread, Verdict
 from controller.tuning.space import DEFAULTS, settings_at
@@ -82,6 +91,19 @@ def test_knobs_alone_are_shown_with_what_they_did_and_named_where_they_did_nothi
     assert "no difference: kv_reserve, speed" in found
     print_alone(Influence())
     assert capsys.readouterr().out == ""
+
+
+def test_promises_are_told_in_words_whatever_the_document_holds() -> None:
+    classes = [
+        asdict(SloClass("chat", Slo(1.0, 0.05), weight=2.0)),
+        asdict(SloClass("bulk", Slo())),
+        {"name": "odd", "slo": "soon"},
+        {"slo": {"e2e_s": "x", "ttft_s": 0.25}},
+    ]
+    assert promises_of(classes) == (
+        "chat (TTFT 1000 ms, TPOT 50 ms, weight 2.0); bulk (no targets); odd (no targets);"
+        " None (TTFT 250 ms)"
+    )
 
 
 def test_a_knob_that_was_tried_often_stands_once_and_its_values_in_their_order(
