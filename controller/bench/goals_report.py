@@ -176,7 +176,8 @@ def _introduction(study: Study) -> str:
         lines.append(f"Left out for want of the trace: {', '.join(absent)}.")
     if not study.is_complete:
         lines.append("**The study is not complete.**")
-    lines.append(f"Of {len(study.checks)} numbers: {counts or 'none'}.")
+    if study.checks:
+        lines.append(f"Of {len(study.checks)} numbers: {counts}.")
     rows = [
         [goal, title, _WORDS[verdict_of(checks)], _count(checks)]
         for goal, title in _TITLES.items()
@@ -184,7 +185,7 @@ def _introduction(study: Study) -> str:
         for checks in [[check for check in study.checks if check.goal == goal]]
     ]
     lines.append(table(("goal", "what", "verdict", "checks met"), rows))
-    return "\n\n".join(lines)
+    return "\n\n".join(line for line in lines if line)
 
 
 def _count(checks: Sequence[Check]) -> str:
@@ -252,10 +253,16 @@ def _bindings(study: Study) -> Iterator[str]:
         gain = oracle_gain(chosen)
         text = ""
         if gain is not None:
-            mean, least, most = (f"{100.0 * each:+.1f}" for each in gain)
-            text = f" An oracle keeps {mean} points ({least} to {most})."
+            mean, least, most = map(_points, gain)
+            text = f" An oracle keeps {mean} points more ({least} to {most})."
         yield f"{title}.{text}"
         yield binding_table(chosen)
+
+
+def _points(share: float) -> str:
+    """Return a difference of shares in points, with its sign; none of nothing."""
+    points = round(100.0 * share, 1)
+    return f"{points:+.1f}" if points else "0.0"
 
 
 def _cases(study: Study) -> list[Case]:

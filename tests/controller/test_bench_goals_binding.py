@@ -62,7 +62,7 @@ def test_what_binds_is_told_where_promises_begin_to_be_missed_and_in_an_overload
     assert overload.points[0].rows == judged.weighted.at("slo", 1.5).rows
     assert overload.case.scene.source.mix == MIX
     page = render_markdown(study, ["paceline bench goals"])
-    assert page.count("An oracle keeps +2.0 points (+2.0 to +2.0).") == 2
+    assert page.count("An oracle keeps +2.0 points more (+2.0 to +2.0).") == 2
     assert "decode slack 65 % (45 %), TTFT demand 20 % (40 %), idle 10 % (10 %) |" in page
     (row,) = [line for line in page.splitlines() if "`slo:oracle`" in line and "changing" in line]
     assert "; code " in row
@@ -117,6 +117,7 @@ def test_what_binds_alone_measures_what_it_needs(
     page = render_markdown(study, ["paceline bench goals"])
     assert "## What binds" in page
     assert "## G" not in page
+    assert "Of 0 numbers" not in page
 
 
 def test_without_a_goodput_nothing_is_said_of_what_binds(
