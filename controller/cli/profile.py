@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.database import EXIT_NOT_FOUND, EXIT_UNUSABLE, DbOption, fail, store_errors
-from controller.cli.profile_view import (
-    print_alone,
-    print_changes,
-    print_judged,
-    print_profiles,
-    print_tuned,
-    promises_of,
-)
+from controller.cli.profile_view import print_all, print_changes, print_profiles, promises_of
 from controller.config import DEFAULT_DB_URL
 
 if TYPE_CHECKING:
@@ -85,9 +78,7 @@ def show(name: NameArgument, is_json: JsonOption = False, url: DbOption = DEFAUL
     )
     if made.classes:
         typer.echo(f"promises: {promises_of(made.classes)}")
-    print_alone(found.influence)
-    print_tuned(found.settings, found.influence)
-    print_judged(found.judged)
+    print_all(found)
 
 
 def _scenes(seeds: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from store.text import format_instant
 
 if TYPE_CHECKING:
     from controller.tuning.influence import Influence
-    from controller.tuning.profile import Judged, Spread
+    from controller.tuning.profile import BudgetProfile, Judged, Spread
     from controller.tuning.space import TunedSettings
     from store.profiles import ProfileRecord
 
@@ -62,6 +62,18 @@ def _promise(item: Mapping[str, Any]) -> str:
     weight = item.get("weight", 1.0)
     heavy = "" if weight == 1.0 else f", weight {weight}"
     return f"{item.get('name')} ({', '.join(words) or 'no targets'}{heavy})"
+
+
+def print_all(profile: BudgetProfile) -> None:
+    """Show what single knobs did, what the profile changes, and what that gains."""
+    console = wide_console()
+    if profile.influence.alone:
+        console.print()
+        print_alone(profile.influence)
+    console.print()
+    print_tuned(profile.settings, profile.influence)
+    console.print()
+    print_judged(profile.judged)
 
 
 def print_alone(influence: Influence) -> None:

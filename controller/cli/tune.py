@@ -16,7 +16,7 @@ import typer
 
 from controller.cli.database import EXIT_NOT_FOUND, EXIT_UNUSABLE, DbOption, fail
 from controller.cli.output import progress_bar
-from controller.cli.profile_view import print_alone, print_judged, print_tuned
+from controller.cli.profile_view import print_all
 from controller.cli.tune_view import introduce, tell_best, tell_ends
 from controller.config import DEFAULT_DB_URL, Settings, SettingsError, load_settings
 from controller.runtime.tuned_for import TunedFor
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from controller.bench.rounds import StageListener
     from controller.tuning.job import Progress
     from controller.tuning.profile import BudgetProfile
-    from controller.tuning.study import Trial
     from controller.tuning.task import TuningTask
+    from controller.tuning.trial import Trial
 
 EXIT_INTERRUPTED = 130
 _WORKLOAD, _MACHINE, _OWNER = (
@@ -240,9 +240,7 @@ def tune(
         study=key,
         run=subject.run_id,
     )
-    print_alone(profile.influence)
-    print_tuned(profile.settings, profile.influence)
-    print_judged(profile.judged)
+    print_all(profile)
     if only_better and profile.judged.verdict != "better":
         fail(f"not better than the shipped defaults: {out} is not written", EXIT_NOT_FOUND)
     is_there = out.exists()
