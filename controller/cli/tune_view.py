@@ -33,9 +33,11 @@ def introduce(
     _say(f"{task.name}, on {task.hardware.name}; trial 0 is what ships, with {seats} seats")
     _say(f"{_scenes(task.tuning)} to tune, {_scenes(task.held_out)} to judge")
     goes_on = f", {num_done} of them done" if num_done else ""
+    num_requests = sum(scene.workload.num_requests for scene in task.tuning)
     _say(
-        f"{_count(num_trials, 'trial')} over {_count(len(knobs), 'knob')} in {study}{goes_on};"
-        " Ctrl-C keeps those that have ended"
+        f"{_count(num_trials, 'trial')} over {_count(len(knobs), 'knob')}, each up to"
+        f" {num_requests:,} simulated requests, in {study}{goes_on}; Ctrl-C keeps those that have"
+        " ended"
     )
 
 

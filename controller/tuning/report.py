@@ -79,7 +79,8 @@ def statement(search: Search, comparison: Comparison) -> str:
     num_trials, num_scenes = len(search.trials), len(comparison.differences)
     if not search.has_found:
         return (
-            f"Nothing better than the shipped defaults was found in {num_trials} trials:"
+            f"Nothing better than the shipped defaults was found in {num_trials}"
+            f" trial{'' if num_trials == 1 else 's'}:"
             " the profile holds the defaults."
         )
     before = statistics.fmean(each.attainment for each in comparison.before)

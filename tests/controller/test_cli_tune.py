@@ -50,7 +50,8 @@ def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path)
     assert "on a100-8b; trial 0 is what ships, with 64 seats" in result.stderr
     parts = r"1 scene of \d+ requests in 0\.\d+ s to tune, 2 scenes of \d+ to \d+ requests"
     assert re.search(parts, result.stderr)
-    assert "4 trials over 1 knob in mine.study; Ctrl-C" in result.stderr
+    parts = r"4 trials over 1 knob, each up to \d+ simulated requests, in mine\.study; Ctrl-C"
+    assert re.search(parts, result.stderr)
     assert " points on the tuning part: max_running " in result.stderr
     assert "4 trials: 4 whole" in result.stderr
     assert "one knob alone" in said
@@ -180,7 +181,7 @@ def test_an_interruption_says_how_to_go_on_and_keeps_what_is_done(
     assert "interrupted after 2 of 3 trials; mine.study keeps them" in result.stderr
     assert not (tmp_path / "mine.yaml").exists()
     again = run("tune", "mine", *QUICK, "--trials", "3").stderr
-    assert "3 trials over 1 knob in mine.study, 2 of them done" in again
+    assert "simulated requests, in mine.study, 2 of them done; Ctrl-C" in again
     assert read_profile(tmp_path / "mine.yaml").provenance.num_trials == 3
     other = run("tune", "mine", *QUICK, "--trials", "3", "--seed", "9", code=2).stderr
     assert "mine.study" in other
