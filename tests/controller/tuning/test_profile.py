@@ -122,7 +122,7 @@ def test_a_server_gets_the_settings_in_its_own_words() -> None:
         (search_of(0.5, 0.9), compared([0.5, 0.5], [0.3, 0.4]), "does not carry over"),
         (search_of(0.5, 0.9), compared([0.5], [0.9], 0.5), "too much is lost in longest gap"),
         (search_of(0.5, 0.9), compared([0.5, 0.5], [1.0, 1.0]), "keep 100% of the promises"),
-        (search_of(0.9, 0.5), compared([0.9], [0.9]), "Nothing better .* in 2 trials: the profile holds the defaults"),
+        (search_of(0.9, 0.5), compared([0.9], [0.9]), "in 2 trials: the profile holds the def"),
     ],
 )
 def test_the_statement_says_what_the_profile_is_worth(
