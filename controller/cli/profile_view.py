@@ -15,7 +15,7 @@ from controller.simulation.digits import MISSING, millis, plain, share, share_ra
 from store.text import format_instant
 
 if TYPE_CHECKING:
-    from controller.tuning.influence import Influence
+    from controller.tuning.influence import Effect, Influence
     from controller.tuning.profile import BudgetProfile, Judged, Spread
     from controller.tuning.space import TunedSettings
     from store.profiles import ProfileRecord
@@ -86,14 +86,16 @@ def print_alone(influence: Influence) -> None:
     if effects:
         table = Table(box=None, pad_edge=False)
         table.add_column("one knob alone")
-        for title in ("default", "tried", "points"):
+        for title in ("default", "tried", "kept", "guards"):
             table.add_column(title, justify="right")
+        table.add_column("")
         # Effects come with the largest gain first, and so do the knobs; what one knob did is read
         # from its low end to its high one.
         for name in dict.fromkeys(each.knob for each in effects):
             labels = (name, defaults.get(name, MISSING))
             for each in sorted((e for e in effects if e.knob == name), key=lambda e: e.value):
-                table.add_row(*labels, _value(each.value), _points(each.gain))
+                words = (*labels, _value(each.value), *_points(each), ", ".join(each.guards))
+                table.add_row(*words)
                 labels = ("", "")
         console.print(table)
     moved = {each.knob for each in effects}
@@ -110,18 +112,17 @@ def print_tuned(settings: TunedSettings, influence: Influence) -> None:
     if not changes:
         wide_console().print("no setting differs from the defaults")
         return
-    worth = {each.knob: _points(each.gain) for each in influence.found}
+    worth = {each.knob: _points(each) for each in influence.found}
     reasons = {knob.name: knob.reason for knob in KNOBS}
     table = Table(box=None, pad_edge=False)
     table.add_column("setting")
-    for title in ("default", "tuned", "points"):
+    for title in ("default", "tuned", "kept", "guards"):
         table.add_column(title, justify="right")
     table.add_column("what it does")
     for name, (old, new) in changes.items():
         knob = MAX_RUNNING if name == MAX_NUM_SEQS else name
-        table.add_row(
-            name, _value(old), _value(new), worth.get(knob, MISSING), reasons.get(knob, "")
-        )
+        points = worth.get(knob, (MISSING, ""))
+        table.add_row(name, _value(old), _value(new), *points, reasons.get(knob, ""))
     wide_console().print(table)
 
 
@@ -179,8 +180,11 @@ def _range(low: str, high: str) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _points(gain: float) -> str:
-    return f"{gain * 100:+.2f}"
+def _points(effect: Effect) -> tuple[str, str]:
+    """Return points of promises that were kept, and of what the guards found, if they did."""
+    found = effect.gain - effect.kept
+    guards = "" if abs(found) < 5e-5 else f"{found * 100:+.2f}"
+    return f"{effect.kept * 100:+.2f}", guards
 
 
 def _value(value: Any) -> str:

@@ -1,17 +1,13 @@
 """`Influence`: which knobs matter, each moved alone, and which of the changes that were found.
 
-Owns both tables. Must not simulate, nor import Optuna: servers read profiles.
+Owns what is kept of it in a profile. Must not simulate, nor import Optuna: servers read profiles.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from controller.tuning.trial import Trial
+from typing import Final
 
 # Scores that differ by less are the same: what is left of sums in another order.
 _TIE: Final = 1e-9
@@ -19,11 +15,17 @@ _TIE: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a knob at `value` gained on the tuning part; 0.01 of the score is a point."""
+    """What a knob at `value` did on the tuning part; 0.01 is a point.
+
+    `gain` is of the score, `kept` of the promises by weight alone: the rest of the gain is what
+    the guards found, and `guards` names those that the worse side of the two oversteps.
+    """
 
     knob: str
     value: float
     gain: float
+    kept: float
+    guards: tuple[str, ...] = ()
 
     @property
     def is_none(self) -> bool:
@@ -41,28 +43,6 @@ class Influence:
 
     alone: tuple[Effect, ...] = ()
     found: tuple[Effect, ...] = ()
-
-
-def effects_alone(trials: Sequence[Trial]) -> tuple[Effect, ...]:
-    """Return what each trial gained that moved one knob from trial 0, the largest gains first.
-
-    A trial that was given up early is compared on the scenes that it did; a failed one tells
-    nothing.
-    """
-    first = trials[0]
-    effects = []
-    for trial in trials[1:]:
-        moved = moved_knobs(trial.point, first.point)
-        if len(moved) == 1 and trial.score is not None and trial.outcomes:
-            usual = first.outcomes[: len(trial.outcomes)]
-            gain = trial.score - statistics.fmean(each.attainment for each in usual)
-            effects.append(Effect(moved[0], float(trial.point[moved[0]]), gain))
-    return by_gain(effects)
-
-
-def moved_knobs(point: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """Return the knobs in which two points differ."""
-    return [name for name, value in point.items() if value != first[name]]
 
 
 def by_gain(effects: Sequence[Effect]) -> tuple[Effect, ...]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from controller.simulation.run import SimulationError
-from controller.tuning.influence import Effect, by_gain, moved_knobs
+from controller.tuning.effects import kept, moved_knobs
+from controller.tuning.influence import Effect, by_gain
 from controller.tuning.objective import Outcome, overstepped, run_scene, score
 from controller.tuning.profile import Verdict
 from controller.tuning.space import DEFAULTS, TunedSettings, settings_at
@@ -141,7 +142,7 @@ def put_back(task: TuningTask, found: Search, progress: Progress | None = None) 
     if not found.has_found:
         return found
     names = moved_knobs(best.point, first.point)
-    point, value = dict(best.point), best.score or 0.0
+    point, value, outcomes = dict(best.point), best.score or 0.0, best.outcomes
     worth: list[Effect] = []
     num = len(task.tuning)
     for index, name in enumerate(names):
@@ -150,14 +151,17 @@ def put_back(task: TuningTask, found: Search, progress: Progress | None = None) 
         if progress is not None:
             tell = _within(progress, f"without the change of {name}", index * num, len(names) * num)
         try:
-            other = _score_of(task, settings_at(without), first, tell)
+            others = _outcomes_of(task, settings_at(without), first, tell)
         except (ValueError, SimulationError):
             # The change is what makes the others possible.
             continue
+        other = score(others, first.outcomes)
         if other >= value - _TIE:
-            point, value = without, other
-        else:
-            worth.append(Effect(name, float(point[name]), value - other))
+            point, value, outcomes = without, other, others
+            continue
+        guards = tuple(overstepped(others, first.outcomes))
+        gain = kept(outcomes) - kept(others)
+        worth.append(Effect(name, float(point[name]), value - other, gain, guards))
     return replace(found, settings=settings_at(point), worth=by_gain(worth))
 
 
@@ -203,16 +207,16 @@ def _try_next(
     study.complete(score(outcomes, defaults), outcomes)
 
 
-def _score_of(
+def _outcomes_of(
     task: TuningTask, settings: TunedSettings, first: Trial, progress: Progress | None
-) -> float:
+) -> tuple[Outcome, ...]:
     if settings == DEFAULTS:
-        return first.score or 0.0
+        return first.outcomes
     outcomes = []
     for index, scene in enumerate(task.tuning):
         tell = None if progress is None else _part(progress, "", index, len(task.tuning))
         outcomes.append(run_scene(task, settings, scene, tell))
-    return score(outcomes, first.outcomes)
+    return tuple(outcomes)
 
 
 def _gain(trial: Trial, trials: Sequence[Trial]) -> float:

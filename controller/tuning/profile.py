@@ -298,17 +298,17 @@ def _influence(values: Mapping[str, Any]) -> Influence:
 def _effects(values: Any, path: str) -> tuple[Effect, ...]:
     if not isinstance(values, list) or not all(isinstance(each, Mapping) for each in values):
         raise ProfileError(f"{path} must be a list of tables, got {values!r}")
+    return tuple(_effect(each, f"{path}.") for each in values)
+
+
+def _effect(values: Mapping[str, Any], path: str) -> Effect:
     names = tuple(each.name for each in fields(Effect))
-    for each in values:
-        _check_keys(each, f"{path}.", names, names)
-    return tuple(
-        Effect(
-            _text(each, "knob", f"{path}."),
-            _number(each, "value", f"{path}."),
-            _number(each, "gain", f"{path}."),
-        )
-        for each in values
-    )
+    _check_keys(values, path, names, names)
+    guards = values["guards"]
+    if not isinstance(guards, list) or not all(isinstance(each, str) for each in guards):
+        raise ProfileError(f"{path}guards must be a list of names, got {guards!r}")
+    numbers = {key: _number(values, key, path) for key in ("value", "gain", "kept")}
+    return Effect(_text(values, "knob", path), **numbers, guards=tuple(guards))
 
 
 def _spread(values: Mapping[str, Any], path: str) -> Spread:

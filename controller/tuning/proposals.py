@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from controller.tuning.influence import effects_alone
+from controller.tuning.effects import effects_alone
 from controller.tuning.space import Knob, neighbour
 from controller.tuning.trial import Trial, best_trial
 

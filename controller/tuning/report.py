@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from controller.runtime.tuned_for import TunedFor
 from controller.simulation.digits import share
-from controller.tuning.influence import Influence, effects_alone
+from controller.tuning.effects import effects_alone
+from controller.tuning.influence import Influence
 from controller.tuning.job import Comparison, Search
 from controller.tuning.objective import Outcome
 from controller.tuning.profile import BudgetProfile, Judged, Provenance, Spread, Verdict

@@ -79,14 +79,17 @@ def test_knobs_alone_are_shown_with_what_they_did_and_named_where_they_did_nothi
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     effects = (
-        Effect("pace", 0.91234, 0.006), Effect("kv_reserve", 0.1, 0.0), Effect("bank", 0.11, -0.7),
-        Effect("speed", 2.0, 0.0), Effect("of_a_later_version", 2.0, -0.01),
-    )  # fmt: skip
+        Effect("pace", 0.91234, 0.006, 0.006),
+        Effect("kv_reserve", 0.1, 0.0, 0.0),
+        Effect("bank", 0.11, -0.7, 0.001, ("longest gap", "worst class")),
+        Effect("speed", 2.0, 0.0, 0.0),
+        Effect("of_a_later_version", 2.0, -0.01, -0.01),
+    )
     print_alone(Influence(alone=effects))
     found = cells(capsys)
-    assert found["one knob alone"] == ["default", "tried", "points"]
+    assert found["one knob alone"] == ["default", "tried", "kept", "guards"]
     assert found["pace"] == ["0.95", "0.9123", "+0.60"]
-    assert found["bank"] == ["0", "0.11", "-70.00"]
+    assert found["bank"] == ["0", "0.11", "+0.10", "-70.10", "longest gap, worst class"]
     assert found["of_a_later_version"] == ["–", "2", "-1.00"]
     assert "no difference: kv_reserve, speed" in found
     print_alone(Influence())
@@ -110,10 +113,10 @@ def test_a_knob_that_was_tried_often_stands_once_and_its_values_in_their_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     effects = (
-        Effect("max_running", 96.0, 0.2),
-        Effect("pace", 0.9, 0.1),
-        Effect("max_running", 72.0, 0.0),
-        Effect("max_running", 80.0, 0.1),
+        Effect("max_running", 96.0, 0.2, 0.2),
+        Effect("pace", 0.9, 0.1, 0.1),
+        Effect("max_running", 72.0, 0.0, 0.0),
+        Effect("max_running", 80.0, 0.1, 0.1),
     )
     print_alone(Influence(alone=effects))
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
@@ -128,10 +131,13 @@ def test_tuned_settings_say_what_each_gained_and_what_it_does(
 ) -> None:
     tuned = settings_at({"pace": 0.9, "max_running": 96, "bank": 0.1})
     print_tuned(
-        tuned, Influence(found=(Effect("pace", 0.9, 0.02), Effect("max_running", 96.0, 0.011)))
+        tuned,
+        Influence(
+            found=(Effect("pace", 0.9, 0.02, 0.02), Effect("max_running", 96.0, 0.011, 0.011))
+        ),
     )
     found = cells(capsys)
-    assert found["setting"] == ["default", "tuned", "points", "what it does"]
+    assert found["setting"] == ["default", "tuned", "kept", "guards", "what it does"]
     assert found["pace"][:3] == ["0.95", "0.9", "+2.00"]
     assert found["max_num_seqs"][:3] == ["64", "96", "+1.10"]
     assert found["max_num_seqs"][3].startswith("few keep steps short")

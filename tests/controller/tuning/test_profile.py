@@ -30,6 +30,7 @@ from tests.controller.tuning.tuning_tasks import crowd, task
 
 SHIPPED = {"pace": 0.95, "token_budget": 8192.0, "max_running": 64.0}
 POINT = {"pace": 0.875, "token_budget": 512.0, "max_running": 96.0}
+EFFECT = {"knob": "pace", "value": 0.9, "gain": 0.1, "kept": 0.1, "guards": []}
 OWNER = TunedFor("mine", "demo", "cpu (2 threads)", "float32", "reference")
 
 
@@ -58,7 +59,11 @@ def profile(name: str = "mine") -> BudgetProfile:
     return make_profile(
         name,
         task(crowd(5), crowd(6)),
-        replace(found, trials=(*found.trials, alone), worth=(Effect("token_budget", 512.0, 0.2),)),
+        replace(
+            found,
+            trials=(*found.trials, alone),
+            worth=(Effect("token_budget", 512.0, 0.2, 0.1, ("goodput",)),),
+        ),
         compared([0.5, 0.625], [0.75, 0.75]),
         tuned_for=replace(OWNER, profile=name),
         seed=3,
@@ -78,7 +83,7 @@ def test_a_profile_survives_yaml_and_json(tmp_path: Path) -> None:
     assert found.judged == made.judged
     assert found.influence == made.influence
     assert [each.knob for each in found.influence.alone] == ["pace"]
-    assert found.influence.found == (Effect("token_budget", 512.0, 0.2),)
+    assert found.influence.found == (Effect("token_budget", 512.0, 0.2, 0.1, ("goodput",)),)
     assert found.to_json() == made.to_json()
     assert BudgetProfile.from_json(json.loads(json.dumps(made.to_json()))).to_yaml() == (
         path.read_text(encoding="utf-8")
@@ -176,7 +181,12 @@ def edited(**changes: Any) -> dict[str, Any]:
         ({"influence__all": []}, "influence.all: no such field"),
         ({"influence__alone": {"pace": 1}}, "influence.alone must be a list of tables"),
         ({"influence__alone": [{"knob": "pace"}]}, "influence.alone.value is missing"),
-        ({"influence__alone": [{"knob": "pace", "value": 1, "gain": "x"}]}, "alone.gain must be"),
+        ({"influence__alone": [EFFECT | {"gain": "x"}]}, "influence.alone.gain must be a finite"),
+        (
+            {"influence__alone": [EFFECT | {"guards": "gap"}]},
+            "alone.guards must be a list of names",
+        ),
+        ({"influence__alone": [EFFECT | {"guards": [1]}]}, "alone.guards must be a list of names"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], names: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.tuning.influence import moved_knobs
+from controller.tuning.effects import moved_knobs
 from controller.tuning.objective import Outcome
 from controller.tuning.proposals import further, propose, together
 from controller.tuning.space import DEFAULTS, knobs_named, point_of

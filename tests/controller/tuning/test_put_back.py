@@ -9,7 +9,7 @@ import pytest
 
 from controller.simulation.run import SimulationError
 from controller.tuning import job
-from controller.tuning.influence import moved_knobs
+from controller.tuning.effects import moved_knobs
 from controller.tuning.job import Search, put_back, search
 from controller.tuning.objective import Outcome, Progress
 from controller.tuning.space import DEFAULTS, KNOBS, TunedSettings, point_of, settings_at
@@ -66,6 +66,8 @@ def test_changes_that_gain_nothing_are_put_back_and_the_others_say_what_they_gai
     assert [(each.knob, each.value) for each in left.worth] == [("pace", 0.8), ("knee_share", 0.6)]
     usual = DEFAULTS.planner.knee_share
     assert [e.gain for e in left.worth] == pytest.approx([0.15, (usual - 0.6) / 10])
+    assert [e.kept for e in left.worth] == pytest.approx([e.gain for e in left.worth])
+    assert [e.guards for e in left.worth] == [(), ()]
     assert (left.best, left.trials) == (found.best, found.trials)
     names = ("pace", "knee_share", "bank", "max_running")
     assert {what for what, _, _ in told} == {f"without the change of {name}" for name in names}
