@@ -214,8 +214,9 @@ def verdict_on_late(
         )
     if action is OnInfeasible.QUEUE and age_s < max_age_s(promise, config):
         return None
-    # Once the excess has drained the same request would be on time, if nobody else came.
-    excess_s = predicted_ttft_s - target_s
+    # Once the excess has drained the same request would be on time, by the deadline that the queue
+    # is judged by, if nobody else came.
+    excess_s = predicted_ttft_s - config.pace * target_s
     retry_after_s = None if reason == TTFT_UNREACHABLE else max(excess_s, alone_s)
     return refuse(
         request, reason, message, predicted_ttft_s=predicted_ttft_s, retry_after_s=retry_after_s

@@ -1,7 +1,8 @@
 """`Demand`: who has been arriving lately, for the planner's view of who will come yet.
 
-Owns a bounded window of arrivals per class. Fed by the runtime when a request is first judged, and
-when one is refused; a planner only reads it. Must not hold requests or read a clock.
+Owns a bounded window of arrivals per class, and who was told to come back (`returns.py`). Fed by
+the runtime when a request is first judged, and when one is refused; a planner only reads it. Must
+not hold requests or read a clock.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from controller.policy.returns import Returns
 from controller.policy.slo import Slo
 
 FloatArray = npt.NDArray[np.float64]
@@ -122,9 +124,12 @@ class _ClassDemand:
 class Demand:
     """Arrivals per second and their usual size and targets, per class: those of the last minute, or
     the last 64 where that is longer.
+
+    `returns` holds when those were told to come back who were refused.
     """
 
     def __init__(self) -> None:
+        self.returns = Returns()
         self._classes: dict[str, _ClassDemand] = {}
         self._known: dict[str, tuple[_ClassDemand, _Arrival]] = {}
         # What is expected but for the rates, which alone change while nobody comes.

@@ -17,12 +17,22 @@ from controller.policy.budget import (
     demanded_tokens,
     knee_tokens,
 )
+from controller.policy.ordering import PrefillQueue
 from controller.policy.pacing import Pacing
 from controller.policy.settings import PolicyConfig
 from costmodel.features import FloatArray
 
 # A budget whose step takes so much longer at most is as good as the smaller one: a floor is free.
 _NEARLY_FREE = 0.02
+
+
+def first_aims_s(queue: PrefillQueue, config: PolicyConfig) -> FloatArray:
+    """Return when first tokens are aimed at while nobody is in a hurry, in seconds after arrival:
+    `patience` of the way to the paced deadline, `patience_s` at most.
+    """
+    allowed_s = config.patience * (queue.deadline_at - queue.arrived_at)
+    aims_s: FloatArray = np.minimum(allowed_s, config.patience_s)
+    return aims_s
 
 
 def unhurried_tokens(

@@ -26,8 +26,9 @@ from controller.policy.capacity import Intake
 from controller.policy.demand import Expected
 from controller.policy.facts import PRIORITY, IntArray, greatest, least
 from controller.policy.given_up import given_up_s
-from controller.policy.haste import unhurried_s, unhurried_tokens
+from controller.policy.haste import first_aims_s, unhurried_s, unhurried_tokens
 from controller.policy.interference import overtaken_s
+from controller.policy.next_end import next_end
 from controller.policy.on_time import Outlook, drain_s, late_set, late_starters
 from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
 from controller.policy.pacing import Pacing
@@ -50,7 +51,8 @@ class Judged(NamedTuple):
     counts from arrival. `lower_tokens` is N⁻. `curve` predicts steps beside the decodes up to the
     most prompt tokens that a step may hold; `own_tokens` of them are worth steps that streams bank
     for (0: every step may as well hold some). `unhurried` is what a step computes while nobody is
-    in a hurry (`haste.py`). `verdicts` holds what was decided about requests that are refused or
+    in a hurry (`haste.py`). `token_s` is what a prompt token takes, 0 where nobody is late.
+    `verdicts` holds what was decided about requests that are refused or
     degraded, by id; `new` are the indices of those who have heard nothing yet.
     """
 
@@ -63,6 +65,7 @@ class Judged(NamedTuple):
     curve: LatencyCurve
     own_tokens: int
     unhurried: int | None
+    token_s: float
     verdicts: dict[str, Admission]
     new: list[int]
 
@@ -176,8 +179,9 @@ def judge_queue(
     alone_tokens = max(1, room + decodes.num_requests)
     tolerance = probe_tolerance(view, config)
     verdicts = verdicts_on_pace([wanting[i] for i in new], cost_model, tolerance)
-    has_late = bool(is_late.any())
+    has_late, token_s = bool(is_late.any()), 0.0
     if has_late:
+        token_s = float(work_s.sum() / max(queue.remaining.sum(), 1.0))
         done_s, seatless_s = given_up_s(
             queue,
             is_late,
@@ -252,7 +256,10 @@ def judge_queue(
     is_here = ~is_kept_out
     lower = 0
     if is_here.any():
-        lower = demanded_tokens(curve, queue.remaining[is_here], left_s[is_here])
+        work, due_s = queue.remaining[is_here], left_s[is_here]
+        lower = demanded_tokens(curve, work, due_s)
+        if lower > curve.tokens[-1]:
+            lower = next_end(curve, work, due_s, queue.weight[is_here]) or lower
     return Judged(
         queue,
         is_late,
@@ -263,6 +270,7 @@ def judge_queue(
         curve,
         own_tokens,
         unhurried,
+        token_s,
         verdicts,
         new,
     )
@@ -315,15 +323,6 @@ def own_step(
     step_s = float(np.interp(own_tokens, curve.tokens, curve.upper_s))
     saving = pacing.banks.saving(step_s, pacing.decode_s)
     return own_tokens, saving.wait_s(step_s, pacing.decode_s)
-
-
-def first_aims_s(queue: PrefillQueue, config: PolicyConfig) -> FloatArray:
-    """Return when first tokens are aimed at while nobody is in a hurry, in seconds after arrival:
-    `patience` of the way to the paced deadline, `patience_s` at most.
-    """
-    allowed_s = config.patience * (queue.deadline_at - queue.arrived_at)
-    aims_s: FloatArray = np.minimum(allowed_s, config.patience_s)
-    return aims_s
 
 
 def _drained(

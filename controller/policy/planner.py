@@ -32,13 +32,14 @@ from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.preemption import choose_methods, hold_back, make_room
+from controller.policy.returns import spread
 from controller.policy.seating import Seated, seat
 from controller.policy.settings import PolicyConfig
 from controller.policy.streams import StreamRoom
 from costmodel.base import CostModel
 from costmodel.features import FloatArray
 from engine.ports import EngineView, RequestView
-from engine.step import StepDecision, StepPlan, StepWork, WorkKind
+from engine.step import Admission, StepDecision, StepPlan, StepWork, WorkKind
 
 __all__ = ["Budget", "PolicyConfig", "SloPlanner"]
 
@@ -114,7 +115,7 @@ class SloPlanner:
         )
         wanting = [*prefills, *view.preempted, *waiting]
         seated: Seated | None = None
-        budget = Budget(0, 0, 0, "idle")
+        budget, token_s = Budget(0, 0, 0, "idle"), 0.0
         if wanting:
             most_tokens = self._most_tokens(view)
             room = max(0, most_tokens - len(decodes))
@@ -153,6 +154,9 @@ class SloPlanner:
             ]
             work.extend(starting)
             admissions.extend(judged.admissions(wanting, seated.indices[: len(starting)]))
+            token_s = judged.token_s
+        if any(verdict.retry_after_s is not None for verdict in admissions):
+            admissions = self._spread(view, admissions, token_s)
         return StepPlan(
             work=tuple(work),
             admissions=tuple(admissions),
@@ -187,6 +191,15 @@ class SloPlanner:
     def _drain_s(self, num_tokens: int) -> float:
         """Predict seconds for `num_tokens` prompt tokens at the marginal cost of a busy step."""
         return num_tokens * self._cost_model.marginals().prefill_token_s
+
+    def _spread(
+        self, view: EngineView, admissions: list[Admission], token_s: float
+    ) -> list[Admission]:
+        """Tell those who are refused to come back one after another."""
+        token_s = token_s or self._cost_model.marginals().prefill_token_s
+        spans = [] if self._demand is None else self._demand.returns.spans(view.now, token_s)
+        num_tokens = {request.request_id: request.num_prompt_tokens for request in view.waiting}
+        return spread(admissions, num_tokens, token_s, spans)
 
     def _intake(
         self,

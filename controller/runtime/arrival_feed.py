@@ -32,12 +32,17 @@ class ArrivalFeed:
         self._demand = demand
 
     def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
-        """Observe who has a verdict; who is refused or degraded will take nobody's time."""
+        """Observe who has a verdict; who is refused or degraded will take nobody's time, but may
+        come back when it was told to.
+        """
         verdicts = report.plan.admissions
         if len(verdicts) > 1:
             verdicts = tuple(sorted(verdicts, key=lambda a: requests[a.request_id].arrival_no))
         for admission in verdicts:
             request = requests[admission.request_id]
+            if admission.retry_after_s is not None:
+                back_at = report.started_at + admission.retry_after_s
+                self._demand.returns.book(back_at, request.num_prompt_tokens)
             promise = promise_of(request)
             if promise.slo.is_best_effort:
                 continue

@@ -386,11 +386,11 @@ def test_who_comes_back_when_it_was_told_to_is_served_in_time() -> None:
     assert len(told) == 9
     assert all(delay_s is not None and delay_s > 0.0 for delay_s in told)
 
-    def is_kept(back_at: float) -> bool:
-        promise = crowd(back_at).requests["back"].promise
-        assert isinstance(promise, Promise)
-        return promise.judge().attained is True
+    def num_kept(back_at: float) -> int:
+        promises = [request.promise for request in crowd(back_at).requests.values()]
+        return sum(isinstance(p, Promise) and p.judge().attained is True for p in promises)
 
     delay_s = told[0] or 0.0
-    assert is_kept(delay_s)
-    assert not is_kept(0.5 * delay_s), "it was told no more than it takes"
+    assert num_kept(delay_s) == 4
+    # Earlier somebody pays for it: it was told no more than it takes.
+    assert num_kept(0.5 * delay_s) == 3

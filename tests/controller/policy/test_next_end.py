@@ -1,0 +1,98 @@
+"""Where a step ends if no budget keeps everybody's first token in time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.policy.budget import DecodeLoad, LatencyCurve, candidate_tokens, latency_curve
+from controller.policy.budget import PrefillLoad as Load
+from controller.policy.next_end import next_end
+from costmodel.features import FloatArray
+from tests.controller.policy.doubles import LinearCostModel
+
+# 10 ms a step and 1 ms a token.
+MODEL = LinearCostModel((0.001, 0.0, 0.0, 0.0, 0.0), 0.01, margin=0.0)
+
+
+def curve_of(most: int) -> LatencyCurve:
+    load = Load(np.array([8192.0]), np.zeros(1))
+    return latency_curve(MODEL, DecodeLoad(0, 0), load, candidate_tokens(most))
+
+
+def end_of(work: list[float], left_s: list[float], weight: list[float] | None = None) -> int | None:
+    weights = np.array(weight or [1.0] * len(work))
+    return next_end(curve_of(4096), np.array(work), np.array(left_s), weights)
+
+
+def test_the_first_is_not_held_up_by_those_behind_it() -> None:
+    assert end_of([300, 300], [0.35, 0.7]) == 300
+
+
+def test_two_share_a_step_where_the_second_would_be_late_alone() -> None:
+    # Two steps take 0.62 s, one of both 0.61 s.
+    assert end_of([300, 300], [0.65, 0.615]) == 600
+
+
+def test_of_equal_ends_the_last_is_taken() -> None:
+    assert end_of([300, 300, 300], [1.0, 1.0, 1.0]) == 900
+    assert end_of([300, 300, 300], [0.65, 1.0, 1.0]) == 600
+
+
+def test_who_is_late_whatever_happens_holds_nobody_up() -> None:
+    assert end_of([300, 300, 300], [0.2, 0.65, 1.0]) == 600
+    assert end_of([300, 300, 300], [0.2, 0.65, 0.93]) == 600
+    assert end_of([300, 300], [0.2, 0.615]) == 600
+
+
+def test_the_heavier_promise_is_kept() -> None:
+    # Either the first alone, or both at the end of one step.
+    assert end_of([300, 300], [0.35, 0.605], [1.0, 10.0]) == 300
+    assert end_of([300, 290], [0.35, 0.605], [10.0, 1.0]) == 300
+    assert end_of([300, 290], [0.35, 0.602], [1.0, 10.0]) == 590
+    assert end_of([300, 290], [0.35, 0.602], [1.0, math.inf]) == 590
+
+
+def test_where_nothing_can_be_kept_no_end_is_better() -> None:
+    assert end_of([300, 300], [0.1, 0.1]) is None
+    assert end_of([300, 300], [math.inf, math.inf]) is None
+    assert end_of([5000, 300], [9.0, 9.0]) is None
+    assert end_of([300, 300], [0.35, 0.7], [0.0, 0.0]) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 900), st.floats(0.0, 4.0), st.floats(0.1, 10.0)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_no_other_end_keeps_more(prompts: list[tuple[int, float, float]]) -> None:
+    work, left_s, weight = (np.array([float(p[k]) for p in prompts]) for k in range(3))
+    curve = curve_of(4096)
+    token_s = float((curve.upper_s[1:] / curve.tokens[1:]).min())
+    totals = work.cumsum()
+
+    def kept(end: float) -> float:
+        """Weight on time, one by one."""
+        step_s = float(np.interp(end, curve.tokens, curve.upper_s))
+        on_time = 0.0
+        for k in range(work.size):
+            done_s, rest = step_s, float(totals[k]) - end
+            if rest > 0.0:
+                done_s += max(float(np.interp(rest, curve.tokens, curve.upper_s)), rest * token_s)
+            on_time += float(weight[k]) if done_s <= left_s[k] else 0.0
+        return on_time
+
+    ends: FloatArray = totals[totals <= 4096]
+    found = next_end(curve, work, left_s, weight)
+    if found is None:
+        assert max((kept(end) for end in ends), default=0.0) == 0.0
+    else:
+        assert found in ends
+        assert kept(float(found)) == pytest.approx(max(kept(end) for end in ends))
