@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from engine.step import Admission
 
-# Instants that are remembered, and how much later than needed somebody is told to come at most:
-# not everybody comes back, and what the load is by then nobody knows.
+# Instants that are remembered, and until when they are kept apart: not everybody comes back, what
+# the load is by then nobody knows, and OpenAI's clients follow no retry-after beyond a minute.
 _REMEMBERED = 512
-_LONGEST_SPREAD_S = 60.0
+_LONGEST_S = 60.0
 
 
 class Returns:
@@ -58,7 +58,7 @@ def spread(
             told.append(verdict)
             continue
         needed_s = num_tokens[verdict.request_id] * token_s
-        latest_s = verdict.retry_after_s + _LONGEST_SPREAD_S
+        latest_s = max(verdict.retry_after_s, _LONGEST_S)
         at = min(_first_gap(taken, verdict.retry_after_s, needed_s), latest_s)
         bisect.insort(taken, (at, at + needed_s))
         told.append(
