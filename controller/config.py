@@ -24,6 +24,7 @@ from pydantic_settings import (
 from controller.policy.policies import POLICY_NAMES, fixed_budget
 from controller.policy.settings import PolicyConfig
 from controller.policy.slo import MAX_TARGET_S, OnInfeasible, Slo, SloClass
+from engine.config import DEFAULT_MAX_NUM_SEQS
 from store.urls import mask_url
 
 DEFAULT_DB_URL = "sqlite:///paceline.db"
@@ -121,7 +122,11 @@ class Settings(BaseSettings):
     is_prefix_caching_enabled: bool = _setting(
         True, "share the KV of prompts that begin alike", _ENGINE
     )
-    max_num_seqs: int = _setting(64, "most running requests", _ENGINE, ge=1, le=4096)
+    max_num_seqs: int = _setting(
+        DEFAULT_MAX_NUM_SEQS,
+        "most running requests; unless given, no more than a step may have tokens",
+        _ENGINE, ge=1, le=4096,
+    )  # fmt: skip
     max_num_batched_tokens: int | None = _setting(
         None,
         "most tokens of one step; the fixed budget of --policy static"
@@ -221,6 +226,13 @@ class Settings(BaseSettings):
         return max(8192, fixed_budget(self.policy) or 0)
 
     @property
+    def effective_max_num_seqs(self) -> int:
+        """Most running requests: what was asked for, or the default within the step's cap."""
+        if "max_num_seqs" in self.model_fields_set:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, self.effective_max_num_batched_tokens)
+
+    @property
     def planner_name(self) -> str:
         """The policy as `make_planner` calls it: `static` is `fcfs-N`."""
         if self.policy == STATIC_POLICY:
@@ -231,6 +243,7 @@ class Settings(BaseSettings):
         """Return the effective settings as JSON values, secrets and passwords masked."""
         values = dict(self.model_dump(mode="json"))
         values["db"] = mask_url(self.db)
+        values["max_num_seqs"] = self.effective_max_num_seqs
         return values
 
     @classmethod

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+DEFAULT_MAX_NUM_SEQS: Final = 128
+"""Most running requests where nobody says otherwise: in a server, a simulation, a study alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 1024
     max_model_len: int = 4096
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = 8192
     max_waiting_requests: int = 1024
     num_host_blocks: int = 0

@@ -78,7 +78,7 @@ class ServerHistory:
             block_size=block_size,
             num_blocks=self.num_blocks,
             max_model_len=settings.max_model_len or self.num_blocks * block_size,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.effective_max_num_seqs,
             max_num_batched_tokens=settings.effective_max_num_batched_tokens,
             max_waiting_requests=settings.max_waiting_requests,
             is_prefix_cache_enabled=settings.is_prefix_caching_enabled,

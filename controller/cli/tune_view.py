@@ -29,7 +29,7 @@ def introduce(
     """Say what is tuned on and judged on, and where trials are kept."""
     from controller.tuning.space import DEFAULTS
 
-    seats = DEFAULTS.max_num_seqs
+    seats = task.num_seats(DEFAULTS)
     _say(f"{task.name}, on {task.hardware.name}; trial 0 is what ships, with {seats} seats")
     _say(f"{_scenes(task.tuning)} to tune, {_scenes(task.held_out)} to judge")
     goes_on = f", {num_done} of them done" if num_done else ""

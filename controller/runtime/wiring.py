@@ -105,7 +105,7 @@ def build_runtime(
         raise StartupError(f"--db: {error}") from error
     choices = [(settings, tuned_for), *otherwise]
     # Which of them it will be is known once the device is: graphs for the most seats serve all.
-    engine = _load(settings, max(each.max_num_seqs for each, _ in choices), progress)
+    engine = _load(settings, max(each.effective_max_num_seqs for each, _ in choices), progress)
     settings, tuned_for = _first_fitting(engine, choices)
     clock = MonotonicClock()
     config = _engine_config(settings, engine)
@@ -288,7 +288,7 @@ def _engine_config(settings: Settings, engine: LoadedEngine) -> EngineConfig:
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
             max_model_len=engine.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.effective_max_num_seqs,
             max_num_batched_tokens=settings.effective_max_num_batched_tokens,
             max_waiting_requests=settings.max_waiting_requests,
             num_host_blocks=engine.num_host_blocks,

@@ -34,7 +34,7 @@ from costmodel.recursive import RecursiveLeastSquares
 from costmodel.refitted import RefittedLeastSquares
 from engine.blocks import BlockPool
 from engine.clock import Clock, MonotonicClock, VirtualClock
-from engine.config import EngineConfig
+from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.loop import EngineLoop
 from engine.ports import EngineView, Planner, StepListener
 from engine.request import Request
@@ -95,14 +95,18 @@ class SimulationConfig:
 
 
 def engine_for(hardware: HardwareProfile, **changes: int | bool) -> EngineConfig:
-    """Return the engine's limits on that machine; `changes` replace fields of `EngineConfig`."""
+    """Return the engine's limits on that machine; `changes` replace fields of `EngineConfig`.
+
+    Running requests that are not among them stay within the tokens of a step, as in a server.
+    """
     block_size = int(changes.get("block_size", 16))
     num_blocks = int(changes.get("num_blocks", max(1, hardware.num_pool_tokens // block_size)))
+    most_tokens = int(changes.get("max_num_batched_tokens", DEFAULT_MAX_NUM_SEQS))
     limits: dict[str, int | bool] = {
         "block_size": block_size,
         "num_blocks": num_blocks,
         "max_model_len": min(131_072, num_blocks * block_size),
-        "max_num_seqs": 128,
+        "max_num_seqs": min(DEFAULT_MAX_NUM_SEQS, max(1, most_tokens)),
     }
     return EngineConfig(**(limits | changes))  # type: ignore[arg-type]  # checked by the class
 

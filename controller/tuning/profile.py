@@ -18,7 +18,7 @@ import yaml
 
 from controller.runtime.tuned_for import TunedFor
 from controller.tuning.influence import Effect, Influence
-from controller.tuning.space import MAX_NUM_SEQS, TunedSettings
+from controller.tuning.space import DEFAULTS, MAX_NUM_SEQS, TunedSettings
 from store.profiles import MAX_NAME_LENGTH, ProfileRecord
 
 PROFILE_FORMAT: Final = 1
@@ -109,12 +109,14 @@ class BudgetProfile:
         check_name(self.name)
 
     def server_values(self) -> dict[str, Any]:
-        """Return the settings as a source of `Settings`, below files and above defaults."""
-        return {
-            "profile": self.name,
-            MAX_NUM_SEQS: self.settings.max_num_seqs,
-            "planner": asdict(self.settings.planner),
-        }
+        """Return the settings as a source of `Settings`, below files and above defaults.
+
+        Seats that are the shipped ones are left out: those stay within the tokens of a step.
+        """
+        values: dict[str, Any] = {"profile": self.name, "planner": asdict(self.settings.planner)}
+        if self.settings.max_num_seqs != DEFAULTS.max_num_seqs:
+            values[MAX_NUM_SEQS] = self.settings.max_num_seqs
+        return values
 
     def to_json(self) -> dict[str, Any]:
         """Return the document as JSON values."""

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from controller.config import Settings
 from controller.policy.settings import PolicyConfig
+from engine.config import DEFAULT_MAX_NUM_SEQS
 
 MAX_NUM_SEQS: Final = "max_num_seqs"
-DEFAULT_MAX_NUM_SEQS: Final[int] = Settings.model_fields[MAX_NUM_SEQS].default
 _MAX_SEATS: Final = 4096
 # Up to the seats that a server has by default this is the planner's own cap; beyond, the engine
 # gets as many seats. One knob: two would search the lesser of two numbers.

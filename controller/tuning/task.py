@@ -63,13 +63,21 @@ class TuningTask:
     def config(self, settings: TunedSettings, seed: int) -> SimulationConfig:
         """Return the simulation of these settings; ValueError if the engine cannot have them."""
         return SimulationConfig(
-            engine=replace(self.engine, max_num_seqs=settings.max_num_seqs),
+            engine=replace(self.engine, max_num_seqs=self.num_seats(settings)),
             classes=self.classes,
             default_class=self.default_class,
             seed=seed,
             planner=settings.planner,
             max_tokens=self.max_tokens,
         )
+
+    def num_seats(self, settings: TunedSettings) -> int:
+        """Return how many requests may run: the shipped number within the tokens of a step, as in a
+        server; another number as it is.
+        """
+        seats = settings.max_num_seqs
+        is_shipped = seats == DEFAULTS.max_num_seqs
+        return min(seats, self.engine.max_num_batched_tokens) if is_shipped else seats
 
     @property
     def weights(self) -> dict[str, float]:

@@ -47,7 +47,7 @@ def run(*words: str, code: int = 0) -> Any:
 def test_from_traffic_to_a_profile_that_a_server_takes(url: str, tmp_path: Path) -> None:
     result = run("tune", "mine", *QUICK, *OWNER, "--trials", "4")
     said = result.output
-    assert "on a100-8b; trial 0 is what ships, with 64 seats" in result.stderr
+    assert "on a100-8b; trial 0 is what ships, with 128 seats" in result.stderr
     parts = r"1 scene of \d+ requests in 0\.\d+ s to tune, 2 scenes of \d+ to \d+ requests"
     assert re.search(parts, result.stderr)
     parts = r"4 trials over 1 knob, each up to \d+ simulated requests, in mine\.study; Ctrl-C"

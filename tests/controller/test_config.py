@@ -137,6 +137,39 @@ def test_the_step_cap_follows_the_policy(policy: str, given: str | None, expecte
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, 128),
+        ({"max_num_batched_tokens": "4096"}, 128),
+        ({"max_num_batched_tokens": "96"}, 96),
+        ({"policy": "static", "max_num_batched_tokens": "64"}, 64),
+        # A budget is the planner's: the step has room for everybody.
+        ({"policy": "fcfs-64"}, 128),
+        ({"max_num_seqs": "64"}, 64),
+        # Asked for, if only with the default's own number: whoever does is told that it cannot be.
+        ({"max_num_seqs": "128", "max_num_batched_tokens": "96"}, 128),
+    ],
+)
+def test_seats_that_nobody_asked_for_stay_within_the_tokens_of_a_step(
+    flags: dict[str, Any], expected: int
+) -> None:
+    settings = load_settings(flags)
+    assert settings.effective_max_num_seqs == expected
+    assert settings.to_json()["max_num_seqs"] == expected
+
+
+def test_seats_from_environment_file_and_profile_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cap = {"max_num_batched_tokens": "96"}
+    assert load_settings(cap, None, {"max_num_seqs": 200}).effective_max_num_seqs == 200
+    (tmp_path / "paceline.toml").write_text("max_num_seqs = 150\n")
+    assert load_settings(cap).effective_max_num_seqs == 150
+    monkeypatch.setenv("PACELINE_MAX_NUM_SEQS", "140")
+    assert load_settings(cap).effective_max_num_seqs == 140
+
+
+@pytest.mark.parametrize(
     ("flags", "name"),
     [
         ({"policy": "static"}, "fcfs-512"),
@@ -193,4 +226,4 @@ def test_a_profile_is_above_defaults_and_below_everything_else(
     assert (planner.pace, planner.bank, planner.knee_share) == (0.5, 0.25, 0.8)
     assert (settings.port, settings.max_num_seqs, settings.profile) == (3, 9, "mine")
     # The values of one profile never stay for the next settings.
-    assert load_settings({}).max_num_seqs == 64
+    assert load_settings({}).max_num_seqs == 128

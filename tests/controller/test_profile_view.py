@@ -120,7 +120,7 @@ def test_a_knob_that_was_tried_often_stands_once_and_its_values_in_their_order(
     )
     print_alone(Influence(alone=effects))
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["max_running", "64", "80", "+10.00"],
+        ["max_running", "128", "80", "+10.00"],
         ["96", "+20.00"],
         ["pace", "0.95", "0.9", "+10.00"],
     ]
@@ -129,17 +129,17 @@ def test_a_knob_that_was_tried_often_stands_once_and_its_values_in_their_order(
 def test_tuned_settings_say_what_each_gained_and_what_it_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tuned = settings_at({"pace": 0.9, "max_running": 96, "bank": 0.1})
+    tuned = settings_at({"pace": 0.9, "max_running": 192, "bank": 0.1})
     print_tuned(
         tuned,
         Influence(
-            found=(Effect("pace", 0.9, 0.02, 0.02), Effect("max_running", 96.0, 0.011, 0.011))
+            found=(Effect("pace", 0.9, 0.02, 0.02), Effect("max_running", 192.0, 0.011, 0.011))
         ),
     )
     found = cells(capsys)
     assert found["setting"] == ["default", "tuned", "kept", "guards", "what it does"]
     assert found["pace"][:3] == ["0.95", "0.9", "+2.00"]
-    assert found["max_num_seqs"][:3] == ["64", "96", "+1.10"]
+    assert found["max_num_seqs"][:3] == ["128", "192", "+1.10"]
     assert found["max_num_seqs"][3].startswith("few keep steps short")
     # Nobody measured it.
     assert found["bank"][:3] == ["0", "0.1", "–"]

@@ -63,6 +63,21 @@ def test_settings_reach_the_engine_and_the_run_names_the_profile(settings: Setti
         build_runtime(settings, SILENT, replace(owner, source="demo"))
 
 
+def test_a_step_of_few_tokens_has_as_few_seats_unless_others_were_asked_for(
+    settings: Settings,
+) -> None:
+    few = settings.model_copy(update={"max_num_batched_tokens": 5})
+    with pytest.raises(StartupError, match=r"max_num_seqs \(7\) must not exceed .* \(5\)"):
+        build_runtime(few, SILENT)
+    names = ("model", "served_model_name", "is_warmup_enabled", "kv_cache_memory_bytes", "db")
+    flags = {name: getattr(settings, name) for name in names}
+    for given, seats in ((5, 5), (None, 128)):
+        runtime = build_runtime(load_settings(flags | {"max_num_batched_tokens": given}), SILENT)
+        runtime.close()
+        assert runtime.engine_config.max_num_seqs == seats
+        assert runs(settings)[0]["settings"]["max_num_seqs"] == seats
+
+
 def test_a_profile_that_nobody_asked_for_gives_way_to_one_that_fits_or_to_the_defaults(
     settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.config import Settings
 from controller.policy.baselines import StaticPlanner
 from controller.policy.policies import POLICY_NAMES
 from controller.policy.settings import PolicyConfig
@@ -24,6 +25,7 @@ from controller.simulation.run import (
     simulate,
 )
 from controller.workload.arrivals import Arrival, Workload
+from engine.config import EngineConfig
 from engine.ports import EngineView, Planner
 from engine.step import StepPlan
 
@@ -131,6 +133,17 @@ def test_equal_beginnings_are_computed_once_and_only_with_a_prefix_cache() -> No
     result = simulate(workload, "slo", A100_8B, SimulationConfig(engine=off))
     assert [request.num_cached_tokens for request in result.requests] == [0, 0, 0]
     assert result.steps.num_prefill_tokens == 3 * 576
+
+
+def test_a_machine_has_a_servers_seats_within_the_tokens_of_a_step() -> None:
+    served = Settings.model_fields["max_num_seqs"].default
+    assert engine_for(A100_8B).max_num_seqs == EngineConfig().max_num_seqs == served == 128
+    assert engine_for(A100_8B, max_num_batched_tokens=96).max_num_seqs == 96
+    assert engine_for(A100_8B, max_num_seqs=300).max_num_seqs == 300
+    with pytest.raises(ValueError, match=r"max_num_seqs \(97\) must not exceed"):
+        engine_for(A100_8B, max_num_batched_tokens=96, max_num_seqs=97)
+    with pytest.raises(ValueError, match="max_num_batched_tokens must be a positive integer"):
+        engine_for(A100_8B, max_num_batched_tokens=0)
 
 
 def test_preempted_requests_move_to_host_memory_and_come_back() -> None:

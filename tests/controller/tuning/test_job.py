@@ -23,8 +23,8 @@ from tests.controller.tuning.tuning_tasks import crowd, task
 
 SEATS = knobs_named(["max_running"])
 CROWDED = task(
-    crowd(400, 0.001, output=20),
-    held_out=(crowd(380, 0.001, output=20), crowd(420, 0.001, output=20)),
+    crowd(800, 0.0005, output=20),
+    held_out=(crowd(760, 0.0005, output=20), crowd(840, 0.0005, output=20)),
 )
 """More chats at once than the default has seats for, on a machine that could hold them."""
 
@@ -49,10 +49,10 @@ def test_something_better_is_found_where_there_is_something_and_holds_on_what_wa
 ) -> None:
     with study(tmp_path) as opened:
         found = search(CROWDED, opened, 6)
-    assert found.trials[0].point == {"max_running": 64}
+    assert found.trials[0].point == {"max_running": 128}
     assert found.has_found
     assert not found.is_interrupted
-    assert found.settings.max_num_seqs > 64
+    assert found.settings.max_num_seqs > 128
     assert found.settings == settings_at(found.best.point)
     judged = compare(CROWDED, found.settings)
     assert judged.verdict is Verdict.BETTER
@@ -60,7 +60,7 @@ def test_something_better_is_found_where_there_is_something_and_holds_on_what_wa
 
 
 def test_a_study_that_goes_on_is_the_one_that_never_stopped(tmp_path: Path) -> None:
-    small = task(crowd(120, 0.0005, output=12))
+    small = task(crowd(240, 0.00025, output=12))
     names = ("pace", "knee_share", "max_running")
     runs = []
     for name, stops in (("whole", (6,)), ("parts", (1, 4, 6))):
@@ -117,7 +117,7 @@ def test_an_interruption_of_the_first_trial_leaves_the_defaults_first(
         with pytest.raises(KeyboardInterrupt):
             search(small, opened, 2)
     with study(tmp_path, small) as opened:
-        assert search(small, opened, 2).trials[0].point == {"max_running": 64}
+        assert search(small, opened, 2).trials[0].point == {"max_running": 128}
         with pytest.raises(ValueError, match="num_trials"):
             search(small, opened, 0)
 

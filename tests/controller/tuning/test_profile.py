@@ -28,8 +28,8 @@ from controller.tuning.space import DEFAULTS, settings_at
 from controller.tuning.trial import Trial
 from tests.controller.tuning.tuning_tasks import crowd, task
 
-SHIPPED = {"pace": 0.95, "token_budget": 8192.0, "max_running": 64.0}
-POINT = {"pace": 0.875, "token_budget": 512.0, "max_running": 96.0}
+SHIPPED = {"pace": 0.95, "token_budget": 8192.0, "max_running": 128.0}
+POINT = {"pace": 0.875, "token_budget": 512.0, "max_running": 192.0}
 EFFECT = {"knob": "pace", "value": 0.9, "gain": 0.1, "kept": 0.1, "guards": []}
 OWNER = TunedFor("mine", "demo", "cpu (2 threads)", "float32", "reference")
 
@@ -78,7 +78,7 @@ def test_a_profile_survives_yaml_and_json(tmp_path: Path) -> None:
     path.write_text(made.to_yaml(), encoding="utf-8")
     found = read_profile(path)
     assert found.settings == made.settings
-    assert found.settings.max_num_seqs == 96
+    assert found.settings.max_num_seqs == 192
     assert found.tuned_for == OWNER
     assert found.judged == made.judged
     assert found.influence == made.influence
@@ -112,9 +112,12 @@ def test_a_profile_says_where_it_is_from_and_what_it_gains() -> None:
 
 def test_a_server_gets_the_settings_in_its_own_words() -> None:
     values = profile().server_values()
-    assert values["max_num_seqs"] == 96
+    assert values["max_num_seqs"] == 192
     assert values["planner"]["pace"] == 0.875
     assert values["planner"]["token_budget"] == 512
+    # Shipped seats are nobody's choice: they stay free to stay within the tokens of a step.
+    shipped = replace(profile(), settings=DEFAULTS).server_values()
+    assert set(shipped) == {"profile", "planner"}
 
 
 @pytest.mark.parametrize(
@@ -265,6 +268,6 @@ def test_the_row_holds_the_whole_document_and_trials_their_settings() -> None:
     rows = trial_records("s", (*found.trials, failed))
     assert [row.trial_no for row in rows] == [0, 1, 2]
     assert rows[0].settings == DEFAULTS.to_json()
-    assert rows[1].settings["max_num_seqs"] == 96
+    assert rows[1].settings["max_num_seqs"] == 192
     assert (rows[2].settings, rows[2].reason) == ({"pace": 0.9}, "no work")
     assert rows[1].measures["scenes"][0]["attainment"] == 0.75

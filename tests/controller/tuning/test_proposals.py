@@ -28,7 +28,7 @@ def after(*scores: float, points: Any = ()) -> tuple[Trial, ...]:
         {"pace": 0.9},
         {"kv_reserve": 0.1},
         {"drain_steps": 16.0},
-        {"max_running": 96},
+        {"max_running": 160},
     ]
     tried = [FIRST, *(FIRST | change for change in alone), *points]
     return tuple(trial(i, tried[i], score) for i, score in enumerate(scores))
@@ -49,21 +49,21 @@ def test_the_defaults_come_first_and_then_each_knob_alone() -> None:
 def test_what_gained_alone_is_tried_together_each_knob_where_it_gained_most() -> None:
     trials = after(0.5, 0.6, 0.5, 0.4, 0.7)
     point = proposed(trials)
-    assert point == FIRST | {"pace": 0.9, "max_running": 96}
+    assert point == FIRST | {"pace": 0.9, "max_running": 160}
     assert isinstance(point["max_running"], int)
     more = (*trials, trial(5, FIRST | {"pace": 0.8}, 0.65))
-    assert together(FIRST, more) == FIRST | {"pace": 0.8, "max_running": 96}
+    assert together(FIRST, more) == FIRST | {"pace": 0.8, "max_running": 160}
     assert together(FIRST, after(0.5, 0.4, 0.5)) == FIRST
 
 
 def test_better_than_all_before_goes_on_twice_as_far_until_it_is_no_better() -> None:
     # One knob alone gained: together with nothing else it has been tried.
     trials = after(0.5, 0.5, 0.5, 0.4, 0.7)
-    for running, score in ((144, 0.75), (256, 0.7)):
+    for running, score in ((200, 0.75), (256, 0.7)):
         point = proposed(trials)
         assert point == FIRST | {"max_running": running}
         trials = (*trials, trial(len(trials), point, score))
-    # 256 was no better than 144, and what lies beyond 144 has been tried.
+    # 256 was no better than 200, and what lies beyond 200 has been tried.
     point = proposed((*trials, trial(len(trials), FIRST | {"pace": 0.7}, 0.1)))
     assert point is not None
     assert point["max_running"] != 256

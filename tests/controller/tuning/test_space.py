@@ -57,7 +57,7 @@ def test_the_top_of_the_token_budget_is_no_cap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "cap", "seats"), [(8, 8, 64), (63, 63, 64), (64, None, 64), (200, None, 200)]
+    ("number", "cap", "seats"), [(8, 8, 128), (127, 127, 128), (128, None, 128), (200, None, 200)]
 )
 def test_how_many_run_at_once_is_one_number(number: int, cap: int | None, seats: int) -> None:
     settings = settings_at({"max_running": number})
@@ -67,11 +67,11 @@ def test_how_many_run_at_once_is_one_number(number: int, cap: int | None, seats:
 
 
 def test_settings_survive_json_and_differences_are_named() -> None:
-    changed = settings_at({"pace": 0.8, "token_budget": 512, "max_running": 96})
+    changed = settings_at({"pace": 0.8, "token_budget": 512, "max_running": 192})
     assert TunedSettings.from_json(changed.to_json()) == changed
     assert TunedSettings.from_json({}) == DEFAULTS
     assert changed.changes_from(DEFAULTS) == {
-        "pace": (0.95, 0.8), "token_budget": (None, 512), "max_num_seqs": (64, 96),
+        "pace": (0.95, 0.8), "token_budget": (None, 512), "max_num_seqs": (128, 192),
     }  # fmt: skip
 
 

@@ -97,6 +97,16 @@ def test_fingerprints_name_the_part_that_differs() -> None:
     assert differs(replace(made, engine=engine_for(QUIET, max_num_seqs=7))) == []
 
 
+def test_shipped_seats_stay_within_the_tokens_of_a_step_and_others_do_not() -> None:
+    made = replace(task(crowd(5)), engine=engine_for(QUIET, max_num_batched_tokens=96))
+    assert made.engine.max_num_seqs == 96
+    assert made.config(DEFAULTS, 0).engine == made.engine
+    assert made.num_seats(replace(DEFAULTS, max_num_seqs=90)) == 90
+    with pytest.raises(ValueError, match=r"max_num_seqs \(200\) must not exceed"):
+        made.config(replace(DEFAULTS, max_num_seqs=200), 0)
+    assert task(crowd(5)).num_seats(DEFAULTS) == DEFAULTS.max_num_seqs
+
+
 def test_a_version_that_ships_other_settings_cannot_go_on_with_a_study(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
