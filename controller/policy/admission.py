@@ -216,7 +216,8 @@ def verdict_on_late(
         return None
     # Once the excess has drained the same request would be on time, by the deadline that the queue
     # is judged by, if nobody else came.
-    excess_s = predicted_ttft_s - config.pace * target_s
+    # Who comes again has not waited yet.
+    excess_s = predicted_ttft_s - age_s - config.pace * target_s
     retry_after_s = None if reason == TTFT_UNREACHABLE else max(excess_s, alone_s)
     return refuse(
         request, reason, message, predicted_ttft_s=predicted_ttft_s, retry_after_s=retry_after_s

@@ -28,7 +28,6 @@ from controller.policy.facts import PRIORITY, IntArray, greatest, least
 from controller.policy.given_up import given_up_s
 from controller.policy.haste import first_aims_s, unhurried_s, unhurried_tokens
 from controller.policy.interference import overtaken_s
-from controller.policy.next_end import next_end
 from controller.policy.on_time import Outlook, drain_s, late_set, late_starters
 from controller.policy.ordering import BoolArray, PrefillQueue, relegated_last
 from controller.policy.pacing import Pacing
@@ -256,10 +255,7 @@ def judge_queue(
     is_here = ~is_kept_out
     lower = 0
     if is_here.any():
-        work, due_s = queue.remaining[is_here], left_s[is_here]
-        lower = demanded_tokens(curve, work, due_s)
-        if lower > curve.tokens[-1]:
-            lower = next_end(curve, work, due_s, queue.weight[is_here]) or lower
+        lower = demanded_tokens(curve, queue.remaining[is_here], left_s[is_here])
     return Judged(
         queue,
         is_late,

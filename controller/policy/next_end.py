@@ -1,4 +1,4 @@
-"""Where a step had better end if no budget keeps everybody's first token in time (control.md 3.4).
+"""Where a step had better end, for the sake of the first tokens in it (control.md 3.4).
 
 Owns the comparison of the next step's ends. Must not know a request or choose whom to serve.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from controller.policy.budget import LatencyCurve
-from controller.policy.facts import greatest
 from costmodel.features import FloatArray
 
 # No promise counts for more: sums stay finite where a class is worth everything.
@@ -16,11 +15,14 @@ _MOST_WEIGHT = 1e9
 
 
 def next_end(
-    curve: LatencyCurve, work: FloatArray, time_left_s: FloatArray, weight: FloatArray
-) -> int | None:
-    """Return the prompt tokens of a step that ends where a prompt does, after which most promises
-    can still be kept; None if none can, or no prompt ends within a step. All of shape (n,), in the
-    order of service.
+    curve: LatencyCurve,
+    work: FloatArray,
+    time_left_s: FloatArray,
+    weight: FloatArray,
+    num_tokens: int,
+) -> int:
+    """Return `num_tokens`, or the end of a prompt before it if a step that ends there keeps more
+    promises. The arrays are of shape (n,), in the order of service.
 
     Every prompt of a step has its first token at the step's end: one that is computed along makes
     those before it late. So not every budget that the streams allow is as good, though work done is
@@ -30,10 +32,12 @@ def next_end(
     last is taken: who has its first token streams, and leaves prompts less of every step.
     """
     is_due = np.isfinite(time_left_s)
+    if work.size < 2 or not is_due.any():
+        return num_tokens
     totals, left_s = work.cumsum(), time_left_s[is_due]
-    ends = totals[totals <= curve.tokens[-1]]
-    if not left_s.size or not ends.size:
-        return None
+    ends = np.append(totals[totals < num_tokens], num_tokens)
+    if ends.size == 1:
+        return num_tokens
     step_s = np.interp(ends, curve.tokens, curve.upper_s)
     token_s = (curve.upper_s[1:] / curve.tokens[1:]).min()
     beyond = np.maximum(totals[is_due] - ends[:, None], 0.0)
@@ -41,5 +45,4 @@ def next_end(
     beyond_s[beyond == 0.0] = 0.0
     worth = np.minimum(weight[is_due], _MOST_WEIGHT)
     kept = np.where(step_s[:, None] + beyond_s <= left_s, worth, 0.0).sum(axis=1)
-    best = kept.size - 1 - int(kept[::-1].argmax())
-    return int(ends[best]) if greatest(kept) > 0.0 else None
+    return int(ends[kept.size - 1 - int(kept[::-1].argmax())])

@@ -30,6 +30,7 @@ from controller.policy.haste import wanted_tokens
 from controller.policy.judging import Judged, judge_queue
 from controller.policy.kv import BlockLedger
 from controller.policy.lengths import OutputLengths
+from controller.policy.next_end import next_end
 from controller.policy.pacing import Pacing, pace_decodes
 from controller.policy.preemption import choose_methods, hold_back, make_room
 from controller.policy.returns import spread
@@ -197,9 +198,9 @@ class SloPlanner:
     ) -> list[Admission]:
         """Tell those who are refused to come back one after another."""
         token_s = token_s or self._cost_model.marginals().prefill_token_s
-        spans = [] if self._demand is None else self._demand.returns.spans(view.now, token_s)
+        returns = None if self._demand is None else self._demand.returns
         num_tokens = {request.request_id: request.num_prompt_tokens for request in view.waiting}
-        return spread(admissions, num_tokens, token_s, spans)
+        return spread(admissions, num_tokens, view.now, token_s, returns)
 
     def _intake(
         self,
@@ -319,6 +320,15 @@ class SloPlanner:
             min(wanted, shared), lower, upper, head, view.block_size, config.split_threshold
         )
         explored = explored_tokens(view.step_no, config.exploration, lower, upper)
+        if explored is not None:
+            num_tokens = explored
+        if not pacing.is_paced:
+            # No stream bounds the step: it may not grow at the cost of those in it.
+            due_s = judged.left_s(view.now)[seated.places]
+            weight = judged.queue.weight[seated.places]
+            end = next_end(curve, head.amounts, due_s, weight, num_tokens)
+            if end < num_tokens:
+                return Budget(end, lower, upper, "ttft_demand")
         if explored is not None:
             return Budget(explored, lower, upper, "explore")
         if max(wanted, num_tokens) < upper:

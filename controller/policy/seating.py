@@ -27,13 +27,14 @@ _MOST_TRIED = 64
 class Seated(NamedTuple):
     """Who may compute prompt tokens in this step, in serving order, and how many at most.
 
-    `indices` say where they stand in the list of those who want to.
+    `indices` say where they stand in the list of those who want to, `places` in the judged queue.
     `is_turn` says that the first one has its turn by age; `is_short_of_blocks` that KV kept
     somebody out; `is_outpaced` that the pace of the streams did.
     """
 
     requests: list[RequestView]
     indices: list[int]
+    places: list[int]
     load: PrefillLoad
     is_turn: bool
     is_short_of_blocks: bool
@@ -66,7 +67,7 @@ def seat(
     # An empty engine has nobody to be fair to, and only steps that do something are counted.
     is_turn = due is not None and (view.step_no % config.turn_period == 0 or not view.running)
     if within == 0 and running.num_decodes and not is_turn:
-        return Seated([], [], PrefillLoad(np.empty(0), np.empty(0)), False, False, False)
+        return Seated([], [], [], PrefillLoad(np.empty(0), np.empty(0)), False, False, False)
     reach = min(room, max(2 * within, view.block_size))
     is_started = queue.is_started
     started = is_started.nonzero()[0].tolist()
@@ -121,6 +122,7 @@ def seat(
     return Seated(
         requests=[queue.at(i) for i in order],
         indices=queue.index[order].tolist(),
+        places=order,
         load=PrefillLoad(
             np.array([amounts[i] for i in order], dtype=np.float64), queue.past[order]
         ),

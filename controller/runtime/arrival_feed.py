@@ -41,8 +41,10 @@ class ArrivalFeed:
         for admission in verdicts:
             request = requests[admission.request_id]
             if admission.retry_after_s is not None:
-                back_at = report.started_at + admission.retry_after_s
-                self._demand.returns.book(back_at, request.num_prompt_tokens)
+                at = report.started_at
+                self._demand.returns.book(
+                    at, at + admission.retry_after_s, request.num_prompt_tokens
+                )
             promise = promise_of(request)
             if promise.slo.is_best_effort:
                 continue

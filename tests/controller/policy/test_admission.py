@@ -296,12 +296,13 @@ def test_a_late_request_is_refused_with_the_reason_and_an_honest_retry() -> None
     assert expired is not None
     assert (now.reason, now.retry_after_s, now.predicted_ttft_s) == (
         "overloaded",
-        # Once as much of it has drained as exceeds the paced deadline, 0.95 of the target of 2 s.
-        pytest.approx(3.1),
+        # In 4.5 s it would be done; who comes anew has until its paced deadline, 0.95 of 2 s.
+        pytest.approx(2.6),
         5.0,
     )
     assert (never.reason, never.retry_after_s) == ("ttft_unreachable", None)
-    assert expired.reason == "deadline_expired"
+    # Nothing but its own work is left by then.
+    assert (expired.reason, expired.retry_after_s) == ("deadline_expired", 1.0)
     assert {v.action for v in (now, never, expired)} == {AdmissionAction.REJECT}
     assert "5 s against a target of 2 s" in now.message
 

@@ -1,4 +1,4 @@
-"""Where a step ends if no budget keeps everybody's first token in time."""
+"""Where a step ends for the sake of the first tokens in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from controller.policy.budget import DecodeLoad, LatencyCurve, candidate_tokens, latency_curve
 from controller.policy.budget import PrefillLoad as Load
 from controller.policy.next_end import next_end
-from costmodel.features import FloatArray
 from tests.controller.policy.doubles import LinearCostModel
 
 # 10 ms a step and 1 ms a token.
@@ -24,13 +23,21 @@ def curve_of(most: int) -> LatencyCurve:
     return latency_curve(MODEL, DecodeLoad(0, 0), load, candidate_tokens(most))
 
 
-def end_of(work: list[float], left_s: list[float], weight: list[float] | None = None) -> int | None:
+def end_of(
+    work: list[float],
+    left_s: list[float],
+    weight: list[float] | None = None,
+    num_tokens: int = 4096,
+) -> int:
     weights = np.array(weight or [1.0] * len(work))
-    return next_end(curve_of(4096), np.array(work), np.array(left_s), weights)
+    num_tokens = min(num_tokens, int(sum(work)))
+    return next_end(curve_of(4096), np.array(work), np.array(left_s), weights, num_tokens)
 
 
 def test_the_first_is_not_held_up_by_those_behind_it() -> None:
     assert end_of([300, 300], [0.35, 0.7]) == 300
+    # Nor by a part of the next one.
+    assert end_of([300, 300], [0.35, 0.7], num_tokens=400) == 300
 
 
 def test_two_share_a_step_where_the_second_would_be_late_alone() -> None:
@@ -40,6 +47,7 @@ def test_two_share_a_step_where_the_second_would_be_late_alone() -> None:
 
 def test_of_equal_ends_the_last_is_taken() -> None:
     assert end_of([300, 300, 300], [1.0, 1.0, 1.0]) == 900
+    assert end_of([300, 300, 300], [1.0, 1.0, 1.0], num_tokens=500) == 500
     assert end_of([300, 300, 300], [0.65, 1.0, 1.0]) == 600
 
 
@@ -51,17 +59,28 @@ def test_who_is_late_whatever_happens_holds_nobody_up() -> None:
 
 def test_the_heavier_promise_is_kept() -> None:
     # Either the first alone, or both at the end of one step.
-    assert end_of([300, 300], [0.35, 0.605], [1.0, 10.0]) == 300
-    assert end_of([300, 290], [0.35, 0.605], [10.0, 1.0]) == 300
+    assert end_of([300, 290], [0.35, 0.602], [10.0, 1.0]) == 300
     assert end_of([300, 290], [0.35, 0.602], [1.0, 10.0]) == 590
     assert end_of([300, 290], [0.35, 0.602], [1.0, math.inf]) == 590
 
 
-def test_where_nothing_can_be_kept_no_end_is_better() -> None:
-    assert end_of([300, 300], [0.1, 0.1]) is None
-    assert end_of([300, 300], [math.inf, math.inf]) is None
-    assert end_of([5000, 300], [9.0, 9.0]) is None
-    assert end_of([300, 300], [0.35, 0.7], [0.0, 0.0]) is None
+@pytest.mark.parametrize(
+    ("work", "left_s", "weight", "num_tokens"),
+    [
+        # Nothing can be kept, nothing is promised, it weighs nothing.
+        ([300, 300], [0.1, 0.1], [1.0, 1.0], 600),
+        ([300, 300], [math.inf, math.inf], [1.0, 1.0], 600),
+        ([300, 300], [0.35, 0.7], [0.0, 0.0], 600),
+        # Nobody ends before the step does, or there is nobody else.
+        ([3000, 300], [9.0, 9.0], [1.0, 1.0], 2000),
+        ([300], [0.1], [1.0], 200),
+        ([300, 300], [0.35, 0.7], [1.0, 1.0], 300),
+    ],
+)
+def test_where_no_end_keeps_more_the_step_stays_what_it_is(
+    work: list[float], left_s: list[float], weight: list[float], num_tokens: int
+) -> None:
+    assert end_of(work, left_s, weight, num_tokens) == num_tokens
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,9 +89,10 @@ def test_where_nothing_can_be_kept_no_end_is_better() -> None:
         st.tuples(st.integers(1, 900), st.floats(0.0, 4.0), st.floats(0.1, 10.0)),
         min_size=1,
         max_size=6,
-    )
+    ),
+    st.floats(0.1, 1.0),
 )
-def test_no_other_end_keeps_more(prompts: list[tuple[int, float, float]]) -> None:
+def test_no_other_end_keeps_more(prompts: list[tuple[int, float, float]], share: float) -> None:
     work, left_s, weight = (np.array([float(p[k]) for p in prompts]) for k in range(3))
     curve = curve_of(4096)
     token_s = float((curve.upper_s[1:] / curve.tokens[1:]).min())
@@ -89,10 +109,10 @@ def test_no_other_end_keeps_more(prompts: list[tuple[int, float, float]]) -> Non
             on_time += float(weight[k]) if done_s <= left_s[k] else 0.0
         return on_time
 
-    ends: FloatArray = totals[totals <= 4096]
-    found = next_end(curve, work, left_s, weight)
-    if found is None:
-        assert max((kept(end) for end in ends), default=0.0) == 0.0
-    else:
-        assert found in ends
-        assert kept(float(found)) == pytest.approx(max(kept(end) for end in ends))
+    num_tokens = min(4096, round(share * float(totals[-1])))
+    ends = [*totals[totals < num_tokens].tolist(), num_tokens]
+    found = next_end(curve, work, left_s, weight, num_tokens)
+    assert found in ends
+    most = max(kept(end) for end in ends)
+    assert kept(found) == pytest.approx(most)
+    assert all(kept(end) < most - 1e-9 for end in ends if end > found)

@@ -364,6 +364,23 @@ def test_prompts_take_their_time_until_a_backlog_has_formed() -> None:
     assert tokens(1, patience_backlog=0.1) == 200
 
 
+@pytest.mark.parametrize(("late_s", "num_tokens"), [(0.9, 100), (0.75, 600), (3.0, 100)])
+def test_a_step_that_no_stream_bounds_ends_where_most_are_kept(
+    late_s: float, num_tokens: int
+) -> None:
+    # 0.1 s and 1 ms a token: 100 tokens are done in 0.2 s, both prompts in one step in 0.7 s, one
+    # after the other in 0.2 and 0.8 s. In the first case no constant budget does that, in the last
+    # one of 100 tokens does; the knee lies far beyond all of it, and so may what is explored.
+    first = waiting("a", 100, slo=Slo(ttft_s=0.25), max_tokens=1)
+    last = waiting("b", 500, slo=Slo(ttft_s=late_s), max_tokens=1)
+    for step_no in range(1, 100):
+        view = view_of(waiting=[first, last], step_no=step_no)
+        step = plan(view, replace(PLAIN, exploration=0.5))
+        assert step.num_prefill_tokens == num_tokens
+        is_shorter = why(step).binding_constraint in ("ttft_demand", "explore")
+        assert is_shorter == (num_tokens == 100)
+
+
 def test_who_comes_back_when_it_was_told_to_is_served_in_time() -> None:
     model = LinearCostModel((0.001, 0.002, 0.0, 0.0, 0.0), 0.01, margin=0.0)
     slo = Slo(ttft_s=1.0, tpot_s=0.2)
