@@ -376,9 +376,12 @@ def test_a_step_that_no_stream_bounds_ends_where_most_are_kept(
     for step_no in range(1, 100):
         view = view_of(waiting=[first, last], step_no=step_no)
         step = plan(view, replace(PLAIN, exploration=0.5))
+        if why(step).binding_constraint == "explore":
+            assert late_s == 3.0
+            assert (why(step).predicted_upper_s or 0.0) <= 0.25
+            continue
         assert step.num_prefill_tokens == num_tokens
-        is_shorter = why(step).binding_constraint in ("ttft_demand", "explore")
-        assert is_shorter == (num_tokens == 100)
+        assert (why(step).binding_constraint == "ttft_demand") == (num_tokens == 100)
 
 
 def test_who_comes_back_when_it_was_told_to_is_served_in_time() -> None:
