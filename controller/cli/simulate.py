@@ -111,10 +111,7 @@ def simulate(
         int | None, _option(_MACHINE, "Context in tokens; longer requests are cut.", min=2)
     ] = None,
     max_num_seqs: Annotated[
-        int | None,
-        _option(
-            _MACHINE, "Most running requests (default: 128, as far as a step has tokens).", min=1
-        ),
+        int | None, _option(_MACHINE, "Most running requests (default: as in serve).", min=1)
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None, _option(_MACHINE, "Most tokens of one step (default: 8192).", min=1)
