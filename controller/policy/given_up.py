@@ -13,6 +13,9 @@ from controller.policy.facts import IS_QUEUED, IntArray
 from controller.policy.ordering import BoolArray, PrefillQueue
 from costmodel.features import FloatArray
 
+# Of those who are refused in one step, so many are looked at one by one.
+_MOST_ALONE = 8
+
 
 def given_up_s(
     queue: PrefillQueue,
@@ -55,6 +58,9 @@ def _waits_s(
 ) -> FloatArray | None:
     """Return how long each of the late ones waits for a seat and blocks, 0 for the others; None if
     nobody has to.
+
+    None of those who are refused waits for another one: each stands alone behind the rest, but for
+    those beyond the first `_MOST_ALONE`, who would wait longer than they are worth the look.
     """
     # In the order of service: False comes before True.
     order: IntArray = np.lexsort((is_late & ~is_queued, is_late))
@@ -63,8 +69,11 @@ def _waits_s(
         return None
     waits_s = np.zeros(len(queue))
     waits_s[order] = delays_s
-    # None of those who are refused waits for another one.
-    is_out = is_late & ~is_queued & (waits_s > 0.0)
-    waits_s[is_out] = waits_s[is_out].min(initial=np.inf)
+    num_out = int((is_late & ~is_queued).sum())
+    staying, out = order[: order.size - num_out], order[order.size - num_out :]
+    # The first of them stands alone as it is.
+    for place in out[1 : _MOST_ALONE + 1]:
+        alone_s = intake.start_delays_s(queue, np.append(staying, place), step_s, is_kept_out)
+        waits_s[place] = 0.0 if alone_s is None else alone_s[-1]
     waits_s[~is_late] = 0.0
     return waits_s

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from controller.policy.budget import DecodeLoad, LatencyCurve, candidate_tokens, latency_curve
 from controller.policy.budget import PrefillLoad as Load
+from controller.policy.lengths import OutputLengths
 from controller.policy.next_end import next_end
-from tests.controller.policy.doubles import LinearCostModel
+from controller.policy.planner import PolicyConfig, SloPlanner
+from controller.policy.slo import Slo
+from tests.controller.policy.checking import CheckedPlanner
+from tests.controller.policy.doubles import LinearCostModel, view_of, waiting
 
 # 10 ms a step and 1 ms a token.
 MODEL = LinearCostModel((0.001, 0.0, 0.0, 0.0, 0.0), 0.01, margin=0.0)
@@ -116,3 +120,28 @@ def test_no_other_end_keeps_more(prompts: list[tuple[int, float, float]], share:
     most = max(kept(end) for end in ends)
     assert kept(found) == pytest.approx(most)
     assert all(kept(end) < most - 1e-9 for end in ends if end > found)
+
+
+@pytest.mark.parametrize(("late_s", "num_tokens"), [(0.9, 100), (0.75, 600), (3.0, 100)])
+def test_a_step_that_no_stream_bounds_ends_where_most_are_kept(
+    late_s: float, num_tokens: int
+) -> None:
+    # 0.1 s and 1 ms a token: 100 tokens are done in 0.2 s, both prompts in one step in 0.7 s, one
+    # after the other in 0.2 and 0.8 s. In the first case no constant budget does that, in the last
+    # one of 100 tokens does; the knee lies far beyond all of it, and so may what is explored.
+    model = LinearCostModel((0.001, 0.01, 0.0, 0.0, 0.0), 0.1, margin=0.0)
+    config = PolicyConfig(pace=1.0, upper_pace=1.0, exploration=0.5)
+    planner = CheckedPlanner(SloPlanner(config, model, OutputLengths(default=16)))
+    first = waiting("a", 100, slo=Slo(ttft_s=0.25), max_tokens=1)
+    last = waiting("b", 500, slo=Slo(ttft_s=late_s), max_tokens=1)
+    for step_no in range(1, 100):
+        view = view_of(waiting=[first, last], step_no=step_no)
+        step = planner.plan(view)
+        decision = step.decision
+        assert decision is not None
+        if decision.binding_constraint == "explore":
+            assert late_s == 3.0
+            assert (decision.predicted_upper_s or 0.0) <= 0.25
+            continue
+        assert step.num_prefill_tokens == num_tokens
+        assert (decision.binding_constraint == "ttft_demand") == (num_tokens == 100)

@@ -211,36 +211,6 @@ def test_who_would_wait_too_long_for_a_seat_is_told_at_once() -> None:
     assert verdicts["60.0"].action is AdmissionAction.WAIT
 
 
-@pytest.mark.parametrize("action", list(OnInfeasible))
-@pytest.mark.parametrize("ttft_s", [0.05, 0.5])
-def test_who_is_given_up_is_told_of_the_wait_for_a_seat(
-    ttft_s: float, action: OnInfeasible
-) -> None:
-    # Nobody else is to be served: a seat comes free after seven more steps of 0.12 s, whether the
-    # prompt could be on time without that wait (0.5 s) or not at all (0.05 s).
-    streams = [decode(f"s{i}", slo=Slo(tpot_s=0.5)) for i in range(2)]
-    hasty = waiting("hasty", 20, slo=Slo(ttft_s=ttft_s), of=slo_class(on_infeasible=action))
-    (verdict,) = plan(view_of(running=streams, waiting=[hasty], max_num_seqs=2)).admissions
-    told = verdict.predicted_ttft_s or 0.0
-    assert 0.84 + 0.12 <= told < 1.1
-    # Who would be on time if somebody left now is not refused for a guess of when they will.
-    is_refused = verdict.action is AdmissionAction.REJECT
-    assert is_refused == (ttft_s == 0.05 and action is OnInfeasible.REJECT)
-
-
-def test_who_is_given_up_waits_for_a_seat_after_those_who_are_kept() -> None:
-    streams = [decode(f"s{i}", slo=Slo(tpot_s=0.5)) for i in range(2)]
-    hasty = waiting("hasty", 20, slo=Slo(ttft_s=0.5))
-    patient = waiting("patient", 20, slo=Slo(ttft_s=60.0))
-
-    def told_s(*others: Request) -> float:
-        step = plan(view_of(running=streams, waiting=[*others, hasty], max_num_seqs=2))
-        return next(a.predicted_ttft_s or 0.0 for a in step.admissions if a.request_id == "hasty")
-
-    # The patient one takes the first seat, and its prompt comes first.
-    assert told_s(patient) >= told_s() + 0.02
-
-
 def test_a_target_below_one_decode_is_refused_on_arrival_only() -> None:
     request = waiting("p", 20, slo=Slo(tpot_s=0.01))
     step = plan(view_of(waiting=[request]))
@@ -362,26 +332,6 @@ def test_prompts_take_their_time_until_a_backlog_has_formed() -> None:
     assert tokens(2) > 300
     assert tokens(2, patience_backlog=math.inf) < 300
     assert tokens(1, patience_backlog=0.1) == 200
-
-
-@pytest.mark.parametrize(("late_s", "num_tokens"), [(0.9, 100), (0.75, 600), (3.0, 100)])
-def test_a_step_that_no_stream_bounds_ends_where_most_are_kept(
-    late_s: float, num_tokens: int
-) -> None:
-    # 0.1 s and 1 ms a token: 100 tokens are done in 0.2 s, both prompts in one step in 0.7 s, one
-    # after the other in 0.2 and 0.8 s. In the first case no constant budget does that, in the last
-    # one of 100 tokens does; the knee lies far beyond all of it, and so may what is explored.
-    first = waiting("a", 100, slo=Slo(ttft_s=0.25), max_tokens=1)
-    last = waiting("b", 500, slo=Slo(ttft_s=late_s), max_tokens=1)
-    for step_no in range(1, 100):
-        view = view_of(waiting=[first, last], step_no=step_no)
-        step = plan(view, replace(PLAIN, exploration=0.5))
-        if why(step).binding_constraint == "explore":
-            assert late_s == 3.0
-            assert (why(step).predicted_upper_s or 0.0) <= 0.25
-            continue
-        assert step.num_prefill_tokens == num_tokens
-        assert (why(step).binding_constraint == "ttft_demand") == (num_tokens == 100)
 
 
 def test_who_comes_back_when_it_was_told_to_is_served_in_time() -> None:
