@@ -25,7 +25,8 @@ from controller.simulation.causes import mean_shares, miss_shares
 OURS_ORACLE: Final = OURS + ORACLE
 BINDING_SEEDS: Final = 3
 BINDING_FAMILY: Final = "edf-shed"
-_NEEDED: Final = "binding_steps"
+_NEEDED: Final = ("binding_steps",)
+_NEEDED_IN_OVERLOAD: Final = (*_NEEDED, f"{EXTRA}.settled.groups")
 _NUM_CONSTRAINTS: Final = 3
 
 
@@ -46,24 +47,24 @@ class Binding:
         """The policies, ours first; none where nothing was measured."""
         return () if isinstance(self.loads, Missing) else self.loads.points
 
-    def misses(self, point: Point, name: str = ALL) -> dict[str, float]:
+    def misses(self, point: Point, name: str = ALL) -> dict[str, float] | None:
         """Return what share of the offered requests missed a target, by cause, of all or a class;
-        the mean over seeds.
+        the mean over the seeds that know, None if none does or nobody of the class was there.
         """
         groups = [self._group(row.measures, name) for row in point.rows]
-        return mean_shares([None if each is None else miss_shares(each) for each in groups]) or {}
+        return mean_shares([None if each is None else miss_shares(each) for each in groups])
 
-    def kept(self, point: Point) -> float:
-        """Return the share of the offered requests that met every target."""
-        return 1.0 - sum(self.misses(point).values())
+    def kept(self, point: Point) -> float | None:
+        """Return the share of the offered requests that met every target; None if unknown."""
+        misses = self.misses(point)
+        return None if misses is None else 1.0 - sum(misses.values())
 
     @property
     def oracle_gain(self) -> float | None:
         """What an oracle keeps more, as a share of the offered requests; None unmeasured."""
         by_policy = {point.policy: self.kept(point) for point in self.points}
-        if not {OURS, OURS_ORACLE} <= by_policy.keys():
-            return None
-        return by_policy[OURS_ORACLE] - by_policy[OURS]
+        ours, oracle = by_policy.get(OURS), by_policy.get(OURS_ORACLE)
+        return None if ours is None or oracle is None else oracle - ours
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -90,8 +91,9 @@ class Binding:
 
     def _group(self, measures: dict[str, Any], name: str) -> Mapping[str, Any] | None:
         if self.is_overload:
-            found: Mapping[str, Any] | None = measures[EXTRA]["settled"]["groups"].get(name)
-            return found
+            # Rows of before do not have them.
+            found: Mapping[str, Any] = measures[EXTRA]["settled"].get("groups", {})
+            return found.get(name)
         if name == ALL:
             return dict(measures["overall"])
         return next((each for each in measures["classes"] if each["name"] == name), None)
@@ -140,17 +142,23 @@ def _at_the_fall(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Loads:
     if found.knee is None:
         raise NotMeasuredError(NOT_REACHED)
     rate = rate_of(rung_above(found.knee))
-    return _run(found, found.case, runs, rate, 1.0, seeds)
+    return _run(found, found.case, runs, rate, 1.0, seeds, _NEEDED)
 
 
 def _in_an_overload(found: CaseGoodput, runs: Runs, seeds: Sequence[int]) -> Loads:
     case, knee = overloaded(found, runs, seeds)
-    return _run(found, case, runs, knee, JUDGED_OVERLOAD, seeds)
+    return _run(found, case, runs, knee, JUDGED_OVERLOAD, seeds, _NEEDED_IN_OVERLOAD)
 
 
 def _run(
-    found: CaseGoodput, case: Case, runs: Runs, knee: float, factor: float, seeds: Sequence[int]
+    found: CaseGoodput,
+    case: Case,
+    runs: Runs,
+    knee: float,
+    factor: float,
+    seeds: Sequence[int],
+    needed: Sequence[str],
 ) -> Loads:
     best = found.best(BINDING_FAMILY)
     policies = [OURS, OURS_ORACLE] + ([] if best is None else [best.curve.policy])
-    return run_loads(case, runs, policies, knee, (factor,), seeds[:BINDING_SEEDS], needed=_NEEDED)
+    return run_loads(case, runs, policies, knee, (factor,), seeds[:BINDING_SEEDS], needed=needed)

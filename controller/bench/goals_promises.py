@@ -162,9 +162,9 @@ def run_loads(
     factors: Sequence[float],
     seeds: Sequence[int],
     *,
-    needed: str = "",
+    needed: Sequence[str] = (),
 ) -> Loads:
-    """Run policies at multiples of a rate; `needed` names a measure that the rows must have."""
+    """Run policies at multiples of a rate; `needed` names measures that the rows must have."""
     wanted = [(policy, factor) for factor in factors for policy in policies]
     tasks = [
         SweepTask(policy, case.load(factor * knee), seed)

@@ -176,7 +176,7 @@ def binding_table(bindings: Sequence[Binding]) -> str:
                 name,
                 f"{point.rate:.2f}/s",
                 f"`{point.policy}`",
-                f"{each.kept(point):.1%}",
+                _share(each.kept(point)),
                 _causes(each.misses(point)),
                 "; ".join(f"{label} {_causes(each.misses(point, label))}" for label in classes),
                 ", ".join(
@@ -215,7 +215,13 @@ def workloads_table(cases: Sequence[Case], lasts_s: Mapping[str, float]) -> str:
     return table((*head, "shares of classes, %"), rows)
 
 
-def _causes(misses: Mapping[str, float]) -> str:
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _causes(misses: Mapping[str, float] | None) -> str:
+    if misses is None:
+        return "–"
     return " / ".join(f"{100.0 * misses.get(cause, 0.0):.1f}" for cause in _CAUSES)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from controller.simulation.run import SimulationError
 from controller.simulation.sweep import ResultsFile, Scene, SweepRow, SweepTask
@@ -82,9 +82,15 @@ class Runs:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def rows(
-        self, scene: Scene, tasks: Sequence[SweepTask], label: str = "", *, needed: str = ""
+        self,
+        scene: Scene,
+        tasks: Sequence[SweepTask],
+        label: str = "",
+        *,
+        needed: Sequence[str] = (),
     ) -> list[SweepRow]:
-        """Return the rows of the tasks, in order; `needed` names a measure that they must have.
+        """Return the rows of the tasks, in order; `needed` names measures that they must have, one
+        within another with a dot between.
 
         Raises what `Scene.run` raises.
         """
@@ -99,14 +105,15 @@ class Runs:
             found.append(row)
         return found
 
-    def _key(self, scene: Scene, task: SweepTask, needed: str) -> str:
+    def _key(self, scene: Scene, task: SweepTask, needed: Sequence[str]) -> str:
         key = scene.key(task)
-        row = self._results.get(key)
-        if not needed or row is None or needed in row.measures:
-            return key
-        # Kept before that was measured: others count on the row as it is, so it is run once more
-        # beside it.
-        return f"{key}{_AGAIN}{needed}"
+        # A row that was kept before all of that was measured: others count on it as it is, so it is
+        # run once more beside it.
+        while (row := self._results.get(key)) is not None and not all(
+            _has(row.measures, name) for name in needed
+        ):
+            key = f"{key}{_AGAIN}{needed[0]}"
+        return key
 
     def together(self, jobs: Sequence[Callable[[], T]]) -> list[T | Missing]:
         """Run jobs that ask for rows at the same time; a job that cannot go on is a `Missing`."""
@@ -151,6 +158,15 @@ class Runs:
                 self.num_done += 1
                 if self._listener is not None:
                     self._listener(label or task.policy, self.num_done, len(self._asked))
+
+
+def _has(measures: Mapping[str, Any], name: str) -> bool:
+    found: Any = measures
+    for part in name.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return False
+        found = found[part]
+    return True
 
 
 def _attempt(job: Callable[[], T]) -> T | Missing:
