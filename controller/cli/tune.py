@@ -221,7 +221,7 @@ def tune(
                 _interrupted(study, found.trials, trials)
             tell_ends(found.trials)
             with progress_bar("putting changes back") as show:
-                found = put_back(task, found, _whole(show))
+                found = put_back(task, opened, found, _whole(show))
             with progress_bar("judging") as show:
                 comparison = compare(task, found.settings, _whole(show))
     except KeyboardInterrupt:

@@ -6,9 +6,10 @@ or a database, nor print.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -39,7 +40,7 @@ class Search:
 
     `is_interrupted` says that it was stopped before its last trial. `settings` are the best
     trial's, without those of its changes that `put_back` took back; `worth` is what each of the
-    others gains.
+    others gains beside all others that are left.
     """
 
     trials: tuple[Trial, ...]
@@ -132,36 +133,60 @@ def search(
     return Search(trials, best, settings, is_interrupted)
 
 
-def put_back(task: TuningTask, found: Search, progress: Progress | None = None) -> Search:
+def put_back(
+    task: TuningTask, study: Study, found: Search, progress: Progress | None = None
+) -> Search:
     """Return what was found without the changes that gain nothing on the tuning part.
 
-    One change after the other is made as shipped, and stays so where the score is no lower. What is
-    left has shown that it is missed, and by how much.
+    One change after the other is made as shipped, and stays so where the score is no lower than the
+    best so far; as long as one did, those that are left are tried again. So each of them has shown
+    that it is missed, and by how much, beside the very others that are left; or nothing can be
+    simulated without it.
+
+    No point is simulated to its end twice. What is simulated is kept in `study`: after a KeyboardInterrupt the
+    same call goes on.
     """
-    first, best = found.trials[0], found.best
+    first = found.trials[0]
     if not found.has_found:
         return found
-    names = moved_knobs(best.point, first.point)
-    point, value, outcomes = dict(best.point), best.score or 0.0, best.outcomes
-    worth: list[Effect] = []
-    num = len(task.tuning)
-    for index, name in enumerate(names):
-        without = point | {name: first.point[name]}
-        tell = None
-        if progress is not None:
-            tell = _within(progress, f"without the change of {name}", index * num, len(names) * num)
-        try:
-            others = _outcomes_of(task, settings_at(without), first, tell)
-        except (ValueError, SimulationError):
-            # The change is what makes the others possible.
-            continue
-        other = score(others, first.outcomes)
-        if other >= value - _TIE:
-            point, value, outcomes = without, other, others
-            continue
-        guards = tuple(overstepped(others, first.outcomes))
-        gain = kept(outcomes) - kept(others)
-        worth.append(Effect(name, float(point[name]), value - other, gain, guards))
+    known = _Known(task, study, found.trials)
+    point, top = dict(found.best.point), found.best.score or 0.0
+    outcomes = found.best.outcomes
+    missed: dict[str, tuple[Outcome, ...]] = {}
+    num, num_done, is_over = len(task.tuning), 0, False
+    # Every round but the last puts at least one change back.
+    while not is_over:
+        is_over, missed = True, {}
+        names = moved_knobs(point, first.point)
+        total = (num_done + len(names)) * num
+        for name in names:
+            without = point | {name: first.point[name]}
+            tell = None
+            if progress is not None:
+                tell = _within(progress, f"without the change of {name}", num_done * num, total)
+            others = known.outcomes(without, tell)
+            num_done += 1
+            if others is None:
+                # The change is what makes the others possible.
+                continue
+            other = score(others, first.outcomes)
+            if other >= top - _TIE:
+                point, outcomes, top, is_over = without, others, max(top, other), False
+            else:
+                missed[name] = others
+    if progress is not None:
+        progress("put back", num_done * num, num_done * num)
+    value = score(outcomes, first.outcomes)
+    worth = [
+        Effect(
+            name,
+            float(point[name]),
+            gain=value - score(others, first.outcomes),
+            kept=kept(outcomes) - kept(others),
+            guards=tuple(overstepped(others, first.outcomes)),
+        )
+        for name, others in missed.items()
+    ]
     return replace(found, settings=settings_at(point), worth=by_gain(worth))
 
 
@@ -207,16 +232,46 @@ def _try_next(
     study.complete(score(outcomes, defaults), outcomes)
 
 
-def _outcomes_of(
-    task: TuningTask, settings: TunedSettings, first: Trial, progress: Progress | None
-) -> tuple[Outcome, ...]:
-    if settings == DEFAULTS:
-        return first.outcomes
-    outcomes = []
-    for index, scene in enumerate(task.tuning):
-        tell = None if progress is None else _part(progress, "", index, len(task.tuning))
-        outcomes.append(run_scene(task, settings, scene, tell))
-    return tuple(outcomes)
+class _Known:
+    """What points did on the tuning part: of trials, of before, or simulated now and kept."""
+
+    def __init__(self, task: TuningTask, study: Study, trials: Sequence[Trial]) -> None:
+        self._task = task
+        self._study = study
+        self._known: dict[TunedSettings, tuple[Outcome, ...] | None] = {}
+        # Of a trial that was given up early nobody knows the rest.
+        ended = [each for each in trials[1:] if each.state != "pruned"]
+        for point, outcomes in (*((t.point, t.outcomes or None) for t in ended), *study.beside):
+            # A trial may have failed because its numbers are no settings.
+            with contextlib.suppress(ValueError):
+                self._known[settings_at(point)] = outcomes
+        self._known[DEFAULTS] = trials[0].outcomes
+
+    def outcomes(
+        self, point: Mapping[str, float], progress: Progress | None
+    ) -> tuple[Outcome, ...] | None:
+        """Return what a point did, scene by scene; None if it cannot be simulated."""
+        try:
+            settings = settings_at(point)
+        except ValueError:
+            return None
+        if settings not in self._known:
+            self._known[settings] = outcomes = self._simulate(settings, progress)
+            self._study.keep_beside(point, outcomes)
+        return self._known[settings]
+
+    def _simulate(
+        self, settings: TunedSettings, progress: Progress | None
+    ) -> tuple[Outcome, ...] | None:
+        scenes = self._task.tuning
+        outcomes = []
+        try:
+            for index, scene in enumerate(scenes):
+                tell = None if progress is None else _part(progress, "", index, len(scenes))
+                outcomes.append(run_scene(self._task, settings, scene, tell))
+        except (ValueError, SimulationError):
+            return None
+        return tuple(outcomes)
 
 
 def _gain(trial: Trial, trials: Sequence[Trial]) -> float:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import optuna
@@ -32,6 +32,9 @@ _JOURNAL_START: Final = b'{"op_code":'
 _FINGERPRINT: Final = "fingerprint"
 _OUTCOMES: Final = "outcomes"
 _REASON: Final = "reason"
+_POINT: Final = "point"
+# Begins the names of what was simulated beside the trials; a number follows.
+_BESIDE: Final = "beside "
 # Trials before one is given up.
 _NUM_UNPRUNED: Final = 5
 _STATES: Final = {
@@ -39,6 +42,10 @@ _STATES: Final = {
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
+
+
+Beside = tuple[dict[str, float], tuple[Outcome, ...] | None]
+"""A point that is no trial, and its outcomes; None where it cannot be simulated."""
 
 
 class StudyError(ValueError):
@@ -125,6 +132,22 @@ class Study:
         ended = [each for each in self._study.get_trials(deepcopy=False) if _has_ended(each)]
         return tuple(_trial(number, each) for number, each in enumerate(ended))
 
+    @property
+    def beside(self) -> tuple[Beside, ...]:
+        """What was simulated beside the trials, in its order."""
+        attributes = self._study.user_attrs
+        found = [value for name, value in attributes.items() if name.startswith(_BESIDE)]
+        return tuple(_beside(value) for value in found)
+
+    def keep_beside(self, point: Mapping[str, float], outcomes: Sequence[Outcome] | None) -> None:
+        """Remember what came of a point that is no trial; None if it cannot be simulated.
+
+        No later trial depends on it.
+        """
+        ended = None if outcomes is None else [each.to_json() for each in outcomes]
+        name = f"{_BESIDE}{len(self.beside)}"
+        self._study.set_user_attr(name, {_POINT: dict(point), _OUTCOMES: ended})
+
     def ask(self) -> dict[str, float]:
         """Return the next point to try; it must be ended by `complete`, `prune` or `fail`."""
         trials = self.trials
@@ -184,12 +207,17 @@ class Study:
     def _check_trials(self, path: Path) -> None:
         """StudyError for trials that no search of ours can have written."""
         try:
-            trials = self.trials
+            trials, beside = self.trials, self.beside
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise StudyError(f"--study {path}: damaged: {error}; name another file") from error
         # What a later trial is judged by is what the first one did on the same scenes.
-        if any(len(each.outcomes) > len(trials[0].outcomes) for each in trials):
+        num = len(trials[0].outcomes) if trials else 0
+        is_short = any(len(each.outcomes) > num for each in trials)
+        if is_short or any(known is not None and len(known) != num for _, known in beside):
             raise StudyError(f"--study {path}: damaged: outcomes are missing; name another file")
+        names = {knob.name for knob in self._knobs}
+        if any(point.keys() != names for point, _ in beside):
+            raise StudyError(f"--study {path}: damaged: a point lacks knobs; name another file")
 
     def _give_up_unfinished(self) -> None:
         """Fail what a killed process left running, so that no sampler waits for it."""
@@ -279,6 +307,12 @@ def _distribution(knob: Knob) -> BaseDistribution:
     if knob.is_integer:
         return IntDistribution(int(knob.low), int(knob.high), log=knob.is_log)
     return FloatDistribution(knob.low, knob.high, log=knob.is_log)
+
+
+def _beside(value: Mapping[str, Any]) -> Beside:
+    outcomes = value[_OUTCOMES]
+    known = None if outcomes is None else tuple(Outcome.from_json(each) for each in outcomes)
+    return dict(value[_POINT]), known
 
 
 def _has_ended(trial: FrozenTrial) -> bool:
