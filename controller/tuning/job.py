@@ -143,8 +143,8 @@ def put_back(
     that it is missed, and by how much, beside the very others that are left; or nothing can be
     simulated without it.
 
-    No point is simulated to its end twice. What is simulated is kept in `study`: after a KeyboardInterrupt the
-    same call goes on.
+    No point is simulated to its end twice. What is simulated is kept in `study`: after a
+    KeyboardInterrupt the same call goes on.
     """
     first = found.trials[0]
     if not found.has_found:
