@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import secrets
+import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +52,9 @@ app.command("roofline")(roofline)
 @app.callback()
 def bench() -> None:
     """Measure servers, peers and this machine."""
+    if threading.current_thread() is threading.main_thread():
+        # Who asks a measurement to end means its servers, too; they run in sessions of their own.
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 @app.command()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from controller.bench.servers import (
     serve_command,
     wait_until_ready,
 )
-from controller.cli.bench import app
+from controller.cli.bench import app, bench
 
 TINY_SERVER = """
 import http.server, os, sys
@@ -97,7 +100,17 @@ def test_a_server_that_ended_is_not_waited_for() -> None:
         wait_with([], max_polls=5, has_ended=lambda: True)
 
 
-def test_a_child_is_ended_when_the_measurement_is_over() -> None:
+@pytest.fixture
+def termination() -> Iterator[None]:
+    """Puts back what SIGTERM did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("is_terminated", [False, True])
+@pytest.mark.usefixtures("termination")
+def test_a_child_is_ended_when_the_measurement_is_over(is_terminated: bool) -> None:
     children: list[subprocess.Popen[bytes]] = []
     read_fd, write_fd = os.pipe()
 
@@ -115,9 +128,14 @@ def test_a_child_is_ended_when_the_measurement_is_over() -> None:
         async with running_server(command, ready_timeout_s=60.0, spawn=start) as base_url:
             assert base_url.startswith("http://127.0.0.1:")
             assert children[0].poll() is None
+            if is_terminated:
+                signal.raise_signal(signal.SIGTERM)
+                await asyncio.Event().wait()
 
+    bench()
     try:
-        asyncio.run(run())
+        with pytest.raises(KeyboardInterrupt) if is_terminated else contextlib.nullcontext():
+            asyncio.run(run())
     finally:
         os.close(read_fd)
         os.close(write_fd)
