@@ -46,6 +46,9 @@ _COLORS = {
     Verdict.REPORTED: "dim",
 }
 
+# A backlog takes in that much work before it shows in attainment.
+_LEAST_WAITS = 3
+
 
 def verdict_of(checks: Iterable[Check]) -> Verdict:
     """Return the verdict of a goal: the worst of its checks, a missed one first of all."""
@@ -282,19 +285,22 @@ def _lasts(study: Study) -> dict[str, float]:
 
 
 def _short(study: Study) -> str:
-    """Name the cases whose arrivals at our goodput end before the longest wait that is promised."""
+    """Name the cases whose arrivals at our goodput last less than `_LEAST_WAITS` times the longest
+    wait that is promised.
+    """
     lasts_s = _lasts(study)
     short = [
         each.case.name
         for each in study.steady
-        if lasts_s.get(each.case.name, math.inf) < max(ttft for _, ttft, _ in targets_of(each.case))
+        if lasts_s.get(each.case.name, math.inf)
+        < _LEAST_WAITS * max(ttft for _, ttft, _ in targets_of(each.case))
     ]
     if not short:
         return ""
     return (
-        f"Too short to tell under G1 and G1b: {'; '.join(short)}. There the arrivals end before the"
-        " longest TTFT target does, an overload hides in the backlog, and the goodputs, of all"
-        " policies, are more than a longer run would show (`--requests`)."
+        f"Too short to tell under G1 and G1b: {'; '.join(short)}. There the arrivals last less than"
+        f" {_LEAST_WAITS} times the longest TTFT target, an overload hides in the backlog, and the"
+        " goodputs, of all policies, are more than a longer run would show (`--requests`)."
     )
 
 

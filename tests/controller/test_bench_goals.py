@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from controller.bench import goals_report
 from controller.bench.goals import Study
 from controller.bench.goals_calm import Calm
 from controller.bench.goals_cases import (
@@ -141,6 +142,19 @@ def test_a_report_of_half_a_study_says_what_is_not_measured(
     assert all("not measured" in check.note for check in missing if check.goal == "G2")
     page = render_markdown(study, ["paceline bench goals"])
     assert "not measured" in page
+
+
+@pytest.mark.parametrize(("lasts_s", "is_short"), [(62.0, True), (179.0, True), (181.0, False)])
+def test_a_case_that_lasts_less_than_three_of_its_waits_is_named(
+    studied: tuple[Study, Runs, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    lasts_s: float,
+    is_short: bool,
+) -> None:
+    # A batch may wait for 60 s.
+    monkeypatch.setattr(goals_report, "_lasts", lambda study: {"azure-conv, a100-8b": lasts_s})
+    page = render_markdown(studied[0], ["paceline bench goals"])
+    assert ("Too short to tell" in page) == is_short
 
 
 def test_the_page_names_cases_verdicts_targets_and_commands(
