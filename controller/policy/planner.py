@@ -20,6 +20,7 @@ from controller.policy.budget import (
     latency_curve,
     most_tokens_within,
     probed_tokens,
+    safe_number,
     settle_tokens,
     step_seconds,
 )
@@ -197,7 +198,8 @@ class SloPlanner:
         self, view: EngineView, admissions: list[Admission], token_s: float
     ) -> list[Admission]:
         """Tell those who are refused to come back one after another."""
-        token_s = token_s or self._cost_model.marginals().prefill_token_s
+        if token_s <= 0.0:
+            token_s = safe_number(self._cost_model.marginals().prefill_token_s)
         returns = None if self._demand is None else self._demand.returns
         num_tokens = {request.request_id: request.num_prompt_tokens for request in view.waiting}
         return spread(admissions, num_tokens, view.now, token_s, returns)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.policy.lengths import OutputLengths
+from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.returns import Returns, spread
+from controller.policy.slo import Slo
+from costmodel.base import MarginalCosts
 from engine.step import Admission, AdmissionAction
+from tests.controller.policy.checking import CheckedPlanner
+from tests.controller.policy.doubles import LinearCostModel, view_of, waiting
 
 SLOT_S, MARGIN = 0.25, 1.1
 # Prompts of so many tokens take a tenth less than a second.
@@ -84,6 +93,28 @@ def test_nobody_is_sent_away_for_longer_than_a_minute_by_others() -> None:
     far = Returns()
     far.book(0.0, 90.0, 100 * SECOND)
     assert told_s([(1.0, SECOND)], far) == [1.0]
+
+
+class LostModel(LinearCostModel):
+    """Does not know what a token costs."""
+
+    def __init__(self, token_s: float) -> None:
+        super().__init__()
+        self._token_s = token_s
+
+    def marginals(self) -> MarginalCosts:
+        return replace(super().marginals(), prefill_token_s=self._token_s)
+
+
+@pytest.mark.parametrize("token_s", [math.nan, math.inf, -math.inf, 1e300, 0.0])
+def test_a_model_that_is_lost_spoils_no_plan(token_s: float) -> None:
+    planner = CheckedPlanner(SloPlanner(PolicyConfig(), LostModel(token_s), OutputLengths()))
+    requests = [waiting(f"r{i}", 100, slo=Slo(ttft_s=5.0)) for i in range(5)]
+    told = planner.plan(view_of(waiting=requests, max_waiting=2)).admissions
+    refusals = [verdict for verdict in told if verdict.reason == "queue_full"]
+    assert len(refusals) == 3
+    for verdict in refusals:
+        assert verdict.retry_after_s is None or 0.0 <= verdict.retry_after_s < 1e9
 
 
 @settings(max_examples=200, deadline=None)
