@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from engine.step import Admission
 
@@ -87,16 +88,7 @@ def spread(
             back_s = own_s + share * (_HORIZON_S - own_s)
         else:
             back_s = max(own_s, at - offset_s)
-        told.append(
-            Admission(
-                verdict.request_id,
-                verdict.action,
-                verdict.reason,
-                verdict.message,
-                predicted_ttft_s=verdict.predicted_ttft_s,
-                retry_after_s=back_s,
-            )
-        )
+        told.append(replace(verdict, retry_after_s=back_s))
     return told
 
 
