@@ -46,6 +46,8 @@ _SPLIT_STEP: Final = 0.02
 _MAX_SPLIT_S: Final = 1e30
 # A regime with as many scores lends its margin to those with fewer.
 _LENDING_SCORES: Final = 50
+# A part of mixed steps with as many speaks for itself, once those are known.
+_SPEAKING_SCORES: Final = 100
 # Of a step that is worth so much of all that is known of its kind (a fifth: four others like it) a
 # surprise tells what such steps take, not how fast the machine is. It then weighs four times all
 # that is known of them: four fifths of its surprise are gone.
@@ -137,7 +139,7 @@ class JudgedPlanes(ABC):
             margin.record_coverage(is_covered=is_covered)
             self._windows[regime].record_coverage(is_covered=is_covered)
             self._window.record_coverage(is_covered=is_covered)
-            self._shares[regime] = margin.margin
+            self._share_margins()
             self.reject(RejectReason.OUTLIER)
             return False
 
@@ -166,9 +168,7 @@ class JudgedPlanes(ABC):
             self._learn(home, row, believed_s, taught_s)
 
         margin.record(ratio - 1.0, is_covered=is_covered)
-        self._shares[regime] = margin.margin
-        if self._has_borrowers:
-            self._lend()
+        self._share_margins()
         if regime is Regime.MIXED:
             self._mixing.record(latency_s, predicted.apart_s)
         error = abs(latency_s - predicted.mean_s) / latency_s
@@ -194,8 +194,8 @@ class JudgedPlanes(ABC):
         self._memory_shifted(factor)
         for regime, margin in self._margins.items():
             margin.widen()
-            self._shares[regime] = margin.margin
             self._drifts[regime].reset()
+        self._share_margins()
         self._version += 1
 
     def aim_for(self, coverage: float) -> None:
@@ -208,9 +208,9 @@ class JudgedPlanes(ABC):
             raise ValueError(
                 f"coverage must be in [{MIN_COVERAGE}, {MAX_COVERAGE}], got {coverage!r}"
             )
-        for regime, margin in self._margins.items():
+        for margin in self._margins.values():
             margin.aim_for(coverage)
-            self._shares[regime] = margin.margin
+        self._share_margins()
 
     @property
     def target_coverage(self) -> float:
@@ -316,20 +316,26 @@ class JudgedPlanes(ABC):
         self._screens[index].is_on_trial = False
         return applied
 
-    def _lend(self) -> None:
-        """Let regimes that are rarely seen start from the margins of those that are not.
+    def _share_margins(self) -> None:
+        """Take over the margins, and let regimes that are rarely seen use those of the others.
 
-        The bound of a mixed step is never below that of its parts: a regime that is wide for want
-        of data would widen the others with it.
+        The bound of a mixed step is never below that of its parts: a part that is wide for want of
+        data would widen the mixed steps with it. Where those are known, they tell of their parts;
+        a part's own few scores, the first of all among them, count once there are enough.
         """
-        known = [m.margin for m in self._margins.values() if m.num_scores >= _LENDING_SCORES]
-        self._has_borrowers = len(known) < len(self._margins)
-        if known:
-            lent = min(PRIOR_MARGIN * prior_scale(self.target_coverage), max(known))
-            for regime, margin in self._margins.items():
-                if margin.num_scores < _LENDING_SCORES:
-                    margin.borrow(lent)
-                    self._shares[regime] = margin.margin
+        if self._has_borrowers:
+            known = [m.margin for m in self._margins.values() if m.num_scores >= _LENDING_SCORES]
+            self._has_borrowers = len(known) < len(self._margins)
+            if known:
+                lent = min(PRIOR_MARGIN * prior_scale(self.target_coverage), max(known))
+                for margin in self._margins.values():
+                    if margin.num_scores < _LENDING_SCORES:
+                        margin.borrow(lent)
+        mixed = self._margins[Regime.MIXED]
+        is_told = mixed.num_scores >= _LENDING_SCORES
+        for regime, margin in self._margins.items():
+            is_rare = margin.num_scores < _SPEAKING_SCORES
+            self._shares[regime] = mixed.margin if is_told and is_rare else margin.margin
 
     def _alarm(self, margin: ConformalMargin) -> None:
         self._num_drift_alarms += 1
@@ -371,9 +377,9 @@ class JudgedPlanes(ABC):
         for regime in _REGIMES:
             margin = ConformalMargin.restore(*part("margins", regime))
             model._margins[regime] = margin
-            model._shares[regime] = margin.margin
             model._drifts[regime] = PageHinkley.restore(*part("drifts", regime))
             model._windows[regime] = QualityWindow.restore(*part("windows", regime))
+        model._share_margins()
         model._window = QualityWindow.restore(read_mapping(state, "window", path), f"{path}.window")
         # Snapshots that are older than the ratio have none.
         if "mixing" in state:

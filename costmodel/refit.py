@@ -162,6 +162,7 @@ def _take_turns(
         start = start * scale
     planes = best = start
     least = last = np.inf
+    owned: IntArray = np.empty(0, dtype=np.intp)
     for _ in range(_MAX_ROUNDS):
         values = rows @ planes.T
         owners = values.argmax(axis=1)
@@ -172,8 +173,10 @@ def _take_turns(
         weights = fresh * np.minimum(1.0, _HUBER / np.maximum(size, 1e-12))
         # Of the ratio's logarithm: predicting twice as much is as bad as predicting half.
         loss = _huber_loss(np.abs(np.log(latency_s / predicted_s)), fresh)
-        is_settled = abs(loss - last) < _SETTLED * loss
-        last = loss
+        # A plane that gives its samples to a twin keeps what it says of them, and so the loss: who
+        # owns them must have settled too.
+        is_settled = abs(loss - last) < _SETTLED * loss and np.array_equal(owners, owned)
+        last, owned = loss, owners
         if loss < least:
             least, best = loss, planes
         if is_settled:

@@ -38,7 +38,6 @@ _MOONCAKE: Final = {"chat": (4.0, 0.05), "code": (10.0, 0.1), "batch": (60.0, 0.
 _CHANGING: Final = {"chat": (1.0, 0.03), "code": (3.0, 0.25), "batch": (20.0, 0.5)}
 # A decode of this machine alone takes 30 ms, a mixed step 54 ms.
 _TPOT_FACTOR: Final = {"h100-70b": 2.0}
-_MOONCAKE_SHARE: Final = 0.6
 _PERIOD_S: Final = 40.0
 _CYCLES: Final = 4
 _BUSY_DECODES: Final = 64.0
@@ -54,12 +53,18 @@ class Kind(enum.StrEnum):
     ONE_CLASS = "azure-conv, one class"
 
 
+# Requests of a trace for each one of Azure's code. A run has to last three times as long as batch
+# may wait, or an overload hides in its backlog: of conversations a machine serves four times as
+# many in a second, of Mooncake's long prompts half as many.
+_SHARES: Final = {Kind.AZURE_CODE: 1.0, Kind.AZURE_CONV: 3.0, Kind.MOONCAKE: 0.6}
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """What the study is made of: trace files (None = left out), machines, its size.
 
-    Of an Azure trace the first `num_requests` after `start_s` are taken, of Mooncake's, whose
-    prompts are ten times as long, 60 % of so many.
+    Of Azure's code the first `num_requests` after `start_s` are taken, of its conversations three
+    times as many (as many where everybody is promised the same), of Mooncake's 60 %.
     """
 
     azure_code: Path | None
@@ -179,14 +184,13 @@ def machine_rate(workload: Workload, hardware: HardwareProfile) -> float:
 
 
 def _trace_source(kind: Kind, path: Path, inputs: Inputs, mix: Mix) -> WorkloadSource:
-    is_mooncake = kind is Kind.MOONCAKE
-    share = _MOONCAKE_SHARE if is_mooncake else 1.0
+    share = _SHARES.get(kind, 1.0)
     return WorkloadSource(
         trace=str(path),
         start_s=inputs.start_s,
         max_requests=max(1, round(inputs.num_requests * share)),
         mix=mix,
-        is_by_length=is_mooncake,
+        is_by_length=kind is Kind.MOONCAKE,
     )
 
 

@@ -16,8 +16,8 @@ from controller.simulation.goodput import Goodput, LoadPoint, goodput
 
 RATIO: Final = 1.15
 """From one rung to the next. Rung k is 1.15^k requests per second, for every case and policy."""
-DEPTH: Final = 12
-"""How many rungs below the first guess are tried: a fifth of its rate."""
+DEPTH: Final = 16
+"""How many rungs below the first guess are tried: a ninth of its rate."""
 HEIGHT: Final = 12
 _PATIENCE: Final = 4
 # A rung's rate is that rung, whatever its logarithm is rounded to.

@@ -29,7 +29,7 @@ def write_tiny_trace(path: Path) -> Path:
 
 
 def inputs(trace: Path, **changes: Any) -> Inputs:
-    return replace(Inputs(None, trace, None, (A100_8B,), num_requests=24, start_s=1.0), **changes)
+    return replace(Inputs(None, trace, None, (A100_8B,), num_requests=8, start_s=1.0), **changes)
 
 
 def study_of(

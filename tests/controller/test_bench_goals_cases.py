@@ -35,7 +35,7 @@ def inputs(trace: Path, **changes: Any) -> Inputs:
 
 
 def test_cases_are_traces_on_machines_with_their_targets(trace: Path) -> None:
-    source = inputs(trace, mooncake=trace, hardware=(A100_8B, H100_70B))
+    source = inputs(trace, mooncake=trace, hardware=(A100_8B, H100_70B), num_requests=15)
 
     cases = steady_cases(source)
 
@@ -47,7 +47,10 @@ def test_cases_are_traces_on_machines_with_their_targets(trace: Path) -> None:
     ]
     assert targets_of(cases[1]) == [("chat", 4.0, 0.05), ("code", 10.0, 0.1), ("batch", 60.0, 0.5)]
     assert targets_of(cases[2]) == [("chat", 1.0, 0.1), ("code", 2.0, 0.2), ("batch", 60.0, 1.0)]
-    assert [case.num_requests for case in cases] == [24, 14, 24, 14]
+    # As many of Azure's code as asked for; runs of the others last about as long.
+    assert [case.num_requests for case in cases] == [45, 9, 45, 9]
+    assert steady_cases(replace(source, azure_code=trace))[1].num_requests == 15
+    assert one_class_cases(source)[0].num_requests == 15
     assert [each.weight for each in cases[0].weighted().scene.config.classes] == [1000.0, 30.0, 1.0]
     assert targets_of(one_class_cases(source)[0]) == [("chat", 1.0, 0.05)]
     assert one_class_cases(replace(source, azure_conv=None)) == []

@@ -30,7 +30,7 @@ from engine.step import StepPlan, StepWork, WorkKind
 def scene(tmp_path_factory: pytest.TempPathFactory) -> GoalScene:
     path = tmp_path_factory.mktemp("traces") / "conv.csv"
     write_trace(poisson(4.0, 12.0, LognormalLengths(1500, 5000, 4, 8), 0), path)
-    return steady_cases(Inputs(None, path, None, (A100_8B,), 24, 1.0))[0].scene
+    return steady_cases(Inputs(None, path, None, (A100_8B,), 8, 1.0))[0].scene
 
 
 def test_watching_changes_nothing(scene: GoalScene) -> None:

@@ -104,10 +104,16 @@ def test_a_search_leaves_the_nearest_minimum() -> None:
     assert relative_errors(best, samples).mean() < 0.02
 
 
-def test_a_search_of_steps_without_prompts_has_one_start() -> None:
+@pytest.mark.parametrize("larger", [None, 0, 1, 2])
+def test_a_search_of_steps_without_prompts_has_one_start(larger: int | None) -> None:
+    # Two planes start as twins: whichever of them rounding gives the samples to, the other one must
+    # not be left behind.
+    start = _start()
+    if larger is not None:
+        start[larger] *= 1.0 + 1e-12
     features = np.array([[0.0, n % 16 + 1.0, 16.0, 0, 0, 0, 0] for n in range(100)])
     samples = Samples(features, 0.1 + 0.02 * features[:, 1], np.zeros(100))
-    assert relative_errors(search_planes(samples, _start()), samples).max() < 1e-3
+    assert relative_errors(search_planes(samples, start), samples).max() < 1e-3
 
 
 def test_a_job_says_when_the_fit_is_better_and_when_it_is_not() -> None:
