@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from controller.simulation.stored_steps import StepReader, features_of, is_lesson, read_steps
 from costmodel.features import StepFeatures
 from costmodel.synthetic import ACCELERATOR, TWO_CORES, SyntheticDevice, synthetic_steps
 
@@ -22,15 +23,6 @@ DEVICES: dict[str, SyntheticDevice] = {"accelerator": ACCELERATOR, "two cores": 
 _OUTLIER = 2.0
 # A larger batch may be measured a little quicker by chance, not by this factor.
 _QUICKER = 1.3
-_COLUMNS = (
-    "prefill_tokens",
-    "decode_requests",
-    "decode_context_tokens",
-    "chunk_past_tokens",
-    "chunk_squared_tokens",
-    "num_chunks",
-    "num_prompt_logits",
-)
 _TABLE_COLUMNS = (
     "model", "hardware", "tensor_parallel", "prompt_size", "batch_size", "token_size",
     "prompt_time", "token_time",
@@ -74,16 +66,6 @@ class StepSeries:
         return StepSeries(f"{self.name}, blind", steps, self.num_left_out)
 
 
-class StepReader(Protocol):
-    """Reads pages of stored steps, newest first."""
-
-    def steps(
-        self, *, run_id: str | None = None, limit: int = 100, cursor: str | None = None
-    ) -> Any:
-        """Return a page with `rows` and `next_cursor`."""
-        ...
-
-
 def synthetic_series(
     name: str, num_steps: int, *, noise: float = 0.03, outlier_share: float = 0.005, seed: int = 0
 ) -> StepSeries:
@@ -99,33 +81,14 @@ def synthetic_series(
 def stored_series(reader: StepReader, run_id: str, max_steps: int = 20_000) -> StepSeries:
     """Return the steps that a server run stored, oldest first; SourceError if there are none.
 
-    Left out, as in the teaching of the server itself: steps that failed, that repeated a forward,
-    that moved KV or tried to (told since revision 0005 of the database).
+    Left out are steps that the server itself would not have learnt from (`is_lesson`).
     """
-    rows: list[dict[str, Any]] = []
-    cursor: str | None = None
-    while len(rows) < max_steps:
-        page = reader.steps(run_id=run_id, limit=1000, cursor=cursor)
-        rows += page.rows
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    rows = read_steps(reader, run_id, max_steps)
     if not rows:
         raise SourceError(f"run {run_id!r} stored no step")
-    rows = rows[:max_steps][::-1]
-    usable = [row for row in rows if not _is_spoilt(row)]
-    steps = tuple(
-        TimedStep(
-            StepFeatures(*(float(row[name] or 0) for name in _COLUMNS)), float(row["duration_s"])
-        )
-        for row in usable
-    )
+    usable = [row for row in rows if is_lesson(row)]
+    steps = tuple(TimedStep(features_of(row), float(row["duration_s"])) for row in usable)
     return StepSeries(f"run {run_id}", steps, len(rows) - len(usable))
-
-
-def _is_spoilt(row: dict[str, Any]) -> bool:
-    moves = ("num_swapped_blocks", "num_failed_swaps")
-    return bool(row["failure"] or row["num_retries"] or any(row[name] for name in moves))
 
 
 def measured_series(

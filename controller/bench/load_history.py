@@ -15,6 +15,8 @@ import numpy as np
 
 from controller.config import Settings
 from controller.simulation.hardware import HardwareProfile, Slowdown
+from controller.simulation.recorded_noise import RecordedNoise
+from controller.simulation.stored_steps import features_of, is_lesson, read_steps
 from costmodel.features import StepFeatures
 from costmodel.prior import fit_prior
 from engine.config import EngineConfig
@@ -101,7 +103,7 @@ def read_history(url: str) -> ServerHistory:
         if not runs:
             raise ReplayError("the server's telemetry holds no run")
         run_id = runs[0]["run_id"]
-        steps = _every(lambda cursor: reader.steps(run_id=run_id, limit=_PAGE, cursor=cursor))
+        steps = read_steps(reader, run_id)
         ended = _every(lambda cursor: reader.requests(run_id=run_id, limit=_PAGE, cursor=cursor))
     except StoreError as error:
         raise ReplayError(f"the server's telemetry cannot be read: {error}") from error
@@ -112,8 +114,12 @@ def read_history(url: str) -> ServerHistory:
     return ServerHistory(
         settings=_settings(runs[0]["settings"]),
         device=str(runs[0]["device"]),
-        num_blocks=int(steps[0]["num_blocks_total"]),
-        steps=tuple(_step(row) for row in reversed(steps) if _is_a_lesson(row)),
+        num_blocks=int(steps[-1]["num_blocks_total"]),
+        steps=tuple(
+            RecordedStep(int(row["at"]), features_of(row), float(row["duration_s"]))
+            for row in steps
+            if is_lesson(row)
+        ),
         verdicts=tuple(
             (
                 int(row["arrived_at"]),
@@ -129,7 +135,7 @@ def fit_machine(steps: Iterable[RecordedStep], name: str = "measured") -> Hardwa
     """Return the machine that took these steps; ReplayError if they are too few.
 
     The planes are the cost model's own fit to all of them (`costmodel.prior.fit_prior`), scaled so
-    that the steps together take what they took; what it cannot tell is noise.
+    that the steps together take what they took; what it cannot tell is noise, as it was recorded.
     """
     samples = [(step.features, step.duration_s) for step in steps]
     if len(samples) < MIN_STEPS:
@@ -141,7 +147,12 @@ def fit_machine(steps: Iterable[RecordedStep], name: str = "measured") -> Hardwa
     scale = float(seconds.sum() / predicted.sum())
     noise = min(_MAX_NOISE, float(np.log(seconds / (scale * predicted)).std()))
     planes = tuple(tuple(scale * each for each in plane) for plane in rough.planes)
-    return HardwareProfile(name, planes, noise, source=f"fitted to {len(samples)} recorded steps")
+    recorded = RecordedNoise.of(
+        (step.regime, real_s, scale * formula_s)
+        for (step, real_s), formula_s in zip(samples, predicted.tolist(), strict=True)
+    )
+    source = f"fitted to {len(samples)} recorded steps"
+    return HardwareProfile(name, planes, noise, source=source, recorded=recorded)
 
 
 def machine_over_time(
@@ -167,7 +178,9 @@ def machine_over_time(
             slowdowns.append(Slowdown(start_s, start_s + SPEED_WINDOW_S, factor))
         rests += [math.log(real / (factor * mean)) for real, mean in pairs]
     noise = min(_MAX_NOISE, float(np.std(rests))) if rests else machine.noise
-    return replace(machine, slowdowns=tuple(slowdowns), noise=noise)
+    # Slow stretches are where they were, not where they are drawn.
+    recorded = None if slowdowns else machine.recorded
+    return replace(machine, slowdowns=tuple(slowdowns), noise=noise, recorded=recorded)
 
 
 def _settings(document: Mapping[str, Any]) -> Settings:
@@ -188,25 +201,3 @@ def _every(page_of: Callable[[str | None], Any]) -> list[dict[str, Any]]:
         cursor = page.next_cursor
         if cursor is None:
             return rows
-
-
-def _is_a_lesson(row: Mapping[str, Any]) -> bool:
-    """Whether a cost model would have learnt from it, as the service's `Teacher` decides."""
-    seconds = row["duration_s"]
-    return (
-        row["failure"] is None
-        and not row["num_retries"]
-        and not row["num_swapped_blocks"]
-        and not row["num_failed_swaps"]
-        and math.isfinite(seconds)
-        and seconds > 0
-    )
-
-
-def _step(row: Mapping[str, Any]) -> RecordedStep:
-    names = (
-        "prefill_tokens", "decode_requests", "decode_context_tokens", "chunk_past_tokens",
-        "chunk_squared_tokens", "num_chunks", "num_prompt_logits",
-    )  # fmt: skip
-    features = StepFeatures(*(float(row[name] or 0) for name in names))
-    return RecordedStep(int(row["at"]), features, float(row["duration_s"]))

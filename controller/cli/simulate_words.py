@@ -25,7 +25,7 @@ def changed_machine(
             raise ValueError(f"--slowdown must be START:END:FACTOR, got {text!r}") from None
         found.append(Slowdown(start_s, end_s, factor))
     if noise is not None:
-        machine = dataclasses.replace(machine, noise=noise)
+        machine = dataclasses.replace(machine, noise=noise, recorded=None)
     return dataclasses.replace(machine, slowdowns=tuple(found))
 
 

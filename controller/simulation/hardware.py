@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from controller.simulation.recorded_noise import RecordedNoise, Stretches
 from costmodel.basis import BASIS_NAMES, NUM_BASIS, expand
 from costmodel.features import FloatArray, StepFeatures
 from costmodel.fields import SnapshotError, read_count, read_number
@@ -53,9 +54,10 @@ class HardwareProfile:
 
     Each plane holds non-negative seconds per unit in the order of `costmodel.basis.BASIS_NAMES`;
     `fixed + max(floor, work) + rest` is two of them. `noise` is the σ of a log-normal factor whose
-    mean is 1. `swap_block_s` is what moving one KV block to host memory, or back, takes.
-    `num_pool_tokens` is the KV pool that such a machine has room for, in tokens. `source` says
-    where the numbers come from. HardwareError names the field.
+    mean is 1; where there is `recorded` noise, stretches of it are drawn instead. `swap_block_s` is
+    what moving one KV block to host memory, or back, takes. `num_pool_tokens` is the KV pool that
+    such a machine has room for, in tokens. `source` says where the numbers come from. HardwareError
+    names the field.
     """
 
     name: str
@@ -65,6 +67,7 @@ class HardwareProfile:
     swap_block_s: float = 0.0
     num_pool_tokens: int = 262_144
     source: str = ""
+    recorded: RecordedNoise | None = None
 
     def __post_init__(self) -> None:
         """Check every number; at least one plane must cost something for an empty step."""
@@ -137,7 +140,8 @@ class HardwareProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values; zero coefficients are left out."""
-        return {
+        recorded = {} if self.recorded is None else {"recorded": self.recorded.to_json()}
+        return recorded | {
             "format": PROFILE_FORMAT,
             "name": self.name,
             "source": self.source,
@@ -160,8 +164,11 @@ class HardwareProfile:
         if document.get("format") != PROFILE_FORMAT:
             raise HardwareError(f"format: must be {PROFILE_FORMAT}, got {document.get('format')!r}")
         planes, slowdowns = document.get("planes"), document.get("slowdowns", [])
+        recorded = document.get("recorded")
         if not isinstance(planes, list) or not isinstance(slowdowns, list):
             raise HardwareError("planes and slowdowns must be lists")
+        if not isinstance(recorded, dict | None):
+            raise HardwareError("recorded must be an object")
         try:
             return cls(
                 name=str(document.get("name", "")),
@@ -173,8 +180,11 @@ class HardwareProfile:
                 swap_block_s=read_number(document, "swap_block_s", "profile", low=0.0),
                 num_pool_tokens=read_count(document, "num_pool_tokens", "profile"),
                 source=str(document.get("source", "")),
+                recorded=None if recorded is None else RecordedNoise.from_json(recorded),
             )
-        except SnapshotError as error:
+        except HardwareError:
+            raise
+        except (SnapshotError, ValueError) as error:
             raise HardwareError(str(error)) from error
 
 
@@ -188,12 +198,16 @@ class Device:
         self._profile = profile
         self._rng = np.random.default_rng(seed)
         self._factors: list[float] = []
+        recorded = profile.recorded
+        self._stretches = None if recorded is None else Stretches(recorded, self._rng)
 
     def step_s(self, features: StepFeatures, now: float) -> float:
         """Return the seconds that a step takes which starts at `now`."""
         seconds = self._profile.seconds(features)
         if self._profile.slowdowns:
             seconds *= self._profile.factor_at(now)
+        if self._stretches is not None:
+            return seconds * self._stretches.factor(features.regime)
         return seconds * self._noise()
 
     def _noise(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from controller.policy.settings import PolicyConfig
@@ -274,6 +274,12 @@ def table(
     )
 
 
+def _noise(machine: Mapping[str, Any]) -> str:
+    if machine.get("recorded"):
+        return f"as {len(machine['recorded']['factors']):,} steps of it had, in stretches"
+    return share(machine["noise"]) if "noise" in machine else ""
+
+
 def about_table(report: Report) -> str:
     """Return what was simulated in words, a row per subject that is known."""
     about = report.about
@@ -288,7 +294,7 @@ def about_table(report: Report) -> str:
             + f", {plain(about['rate'])}/s at load 1",
         ),
         ("machine", _sentence(machine["name"], machine.get("source"))),
-        ("noise of a step", share(machine["noise"]) if "noise" in machine else ""),
+        ("noise of a step", _noise(machine)),
         ("memory", _memory(engine)),
         (
             "most running",

@@ -14,15 +14,18 @@ import statistics
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from controller.config import DEMO_MODEL
 from controller.policy.slo import OnInfeasible, Slo, SloClass
 from controller.simulation.fitting import profile_of_snapshot
 from controller.simulation.hardware import HardwareProfile
+from controller.simulation.recorded_noise import MAX_STEPS, RecordedNoise
+from controller.simulation.stored_steps import features_of, is_lesson, read_steps
 from controller.workload.arrivals import Arrival, Workload, sorted_workload
 from controller.workload.draws import rng_for
+from costmodel.features import StepFeatures
 from store.queries import JsonRow, TelemetryReader
 
 NEWEST: Final = ("last", "latest")
@@ -41,7 +44,8 @@ class StoredRunError(ValueError):
 class RunRows(NamedTuple):
     """What a database holds of one run: its row, its requests by arrival, its KV pool and model.
 
-    `key` and `document` are the cost model's (None without one), `num_blocks` the pool's.
+    `key` and `document` are the cost model's (None without one), `num_blocks` the pool's, `steps`
+    the newest ones, oldest first.
     """
 
     run: JsonRow
@@ -49,6 +53,7 @@ class RunRows(NamedTuple):
     num_blocks: int | None
     key: Mapping[str, Any] | None
     document: Mapping[str, Any] | None
+    steps: tuple[JsonRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ class StoredRun:
     """What a run tells of itself.
 
     `limits` are fields of `EngineConfig` as far as they are known, `max_tokens` is what its clients
-    asked for at the median, `document` the cost model that it kept (None = none).
+    asked for at the median, `document` the cost model that it kept (None = none), `steps` what its
+    last steps computed and how many seconds they took.
     """
 
     run_id: str
@@ -65,9 +71,11 @@ class StoredRun:
     limits: dict[str, int | bool]
     max_tokens: int
     document: Mapping[str, Any] | None
+    steps: tuple[tuple[StepFeatures, float], ...] = ()
 
     def machine(self, instead: HardwareProfile | None = None) -> HardwareProfile:
-        """Return `instead`, or else the machine that the run's cost model learnt.
+        """Return `instead`, or else the machine that the run's cost model learnt, with the noise of
+        the run's own steps if there are enough of them.
 
         StoredRunError if it kept none, HardwareError if what it kept is damaged.
         """
@@ -77,7 +85,11 @@ class StoredRun:
             raise StoredRunError(
                 f"run {self.run_id} has stored no cost model: name a machine with --hardware"
             )
-        return profile_of_snapshot(self.document)
+        learnt = profile_of_snapshot(self.document)
+        noise = RecordedNoise.of(
+            (features.regime, taken_s, learnt.seconds(features)) for features, taken_s in self.steps
+        )
+        return replace(learnt, recorded=noise)
 
 
 def read_run(reader: TelemetryReader, run_id: str) -> RunRows:
@@ -102,15 +114,16 @@ def read_run(reader: TelemetryReader, run_id: str) -> RunRows:
     else:
         what = "no stored run has a" if run_id in NEWEST else f"run {run_id} has no"
         raise StoredRunError(f"{what} request that ended")
-    steps = reader.steps(run_id=run["run_id"], limit=1).rows
+    steps = read_steps(reader, run["run_id"], MAX_STEPS)
     # This run's own: under the same key another run may have stored a later one.
     snapshot = reader.newest_model(run["run_id"])
     return RunRows(
         run,
         requests,
-        steps[0]["num_blocks_total"] if steps else None,
+        steps[-1]["num_blocks_total"] if steps else None,
         None if snapshot is None else snapshot["key"],
         None if snapshot is None else snapshot["document"],
+        tuple(steps),
     )
 
 
@@ -142,6 +155,7 @@ def stored_run(rows: RunRows) -> StoredRun:
         _limits(rows),
         max(1, int(statistics.median_high(row["max_tokens"] for row in rows.requests))),
         rows.document,
+        tuple((features_of(row), float(row["duration_s"])) for row in rows.steps if is_lesson(row)),
     )
 
 

@@ -17,7 +17,6 @@ from controller.bench.load_history import (
     RecordedStep,
     ReplayError,
     ServerHistory,
-    _is_a_lesson,
     fit_machine,
     machine_over_time,
     read_history,
@@ -191,19 +190,6 @@ def test_what_cannot_be_simulated_is_a_problem_too(
     assert "edf-shed-128 at 1.40/s, round 1: the policy finds no work" in nothing.problems[-1]
     # The machine was found all the same.
     assert list(nothing.machines) == [f"round 1, {key}" for key in SETTINGS]
-
-
-def test_steps_that_the_server_did_not_learn_from_are_no_lesson() -> None:
-    row = {
-        "failure": None, "num_retries": 0, "num_swapped_blocks": None, "num_failed_swaps": None,
-        "duration_s": 0.1,
-    }  # fmt: skip
-    assert _is_a_lesson(row)
-    for changes in (
-        {"failure": "boom"}, {"num_retries": 1}, {"num_swapped_blocks": 2},
-        {"num_failed_swaps": 1}, {"duration_s": 0.0}, {"duration_s": math.inf},
-    ):  # fmt: skip
-        assert not _is_a_lesson(row | changes), changes
 
 
 def test_few_steps_are_too_few() -> None:

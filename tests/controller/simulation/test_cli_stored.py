@@ -18,6 +18,7 @@ from tests.controller.simulation.stored_runs import (
     refused,
     write,
 )
+from tests.store.samples import make_step
 
 
 def stored(tmp_path: Path, *records: Record) -> str:
@@ -81,6 +82,22 @@ def test_options_stand_over_what_the_run_says(tmp_path: Path) -> None:
     assert (engine["max_num_seqs"], engine["is_prefix_cache_enabled"]) == (2, True)
     assert (engine["max_model_len"], engine["num_blocks"]) == (900, 1800)
     assert (found["client_max_tokens"], found["num_requests"]) == (None, 3)
+
+
+def test_a_stored_run_has_its_own_noise_unless_another_is_asked_for(tmp_path: Path) -> None:
+    steps = [make_step(i, num_blocks_total=1800, duration_s=0.1) for i in range(2, 130)]
+    url, out = stored(tmp_path, *lives(), *steps), tmp_path / "out"
+    code, text = simulate(url, "--policy", "slo", "--out", str(out))
+    assert code == 0, text
+    assert len(about(out)["hardware"]["recorded"]["factors"]) >= 128
+    assert "steps of it had, in stretches" in (out / "report.html").read_text(encoding="utf-8")
+    code, text = simulate(
+        url, "--policy", "slo", "--out", str(tmp_path / "other"), "--noise", "0.1"
+    )
+    assert code == 0, text
+    machine = about(tmp_path / "other")["hardware"]
+    assert "recorded" not in machine
+    assert machine["noise"] == 0.1
 
 
 def test_what_a_run_does_not_tell_must_be_said(tmp_path: Path) -> None:

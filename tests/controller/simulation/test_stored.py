@@ -12,6 +12,7 @@ import pytest
 from controller.policy.slo import OnInfeasible, Slo
 from controller.simulation.hardware import A100_8B, HardwareError
 from controller.simulation.stored import RunRows, StoredRun, StoredRunError, read_run, stored_run
+from costmodel.features import StepFeatures
 from store.records import Record
 from tests.controller.simulation.stored_runs import (
     KEY,
@@ -26,6 +27,7 @@ from tests.controller.simulation.stored_runs import (
     unlearnt,
     write,
 )
+from tests.store.samples import make_step
 
 
 @pytest.fixture
@@ -78,6 +80,24 @@ def test_a_run_is_its_arrivals_its_promises_its_limits_and_its_machine(url: str)
     assert machine.name == "demo-cpu (2 threads)"
     assert "learnt by" in machine.source
     assert run.machine(A100_8B) == A100_8B
+
+
+def test_the_machine_of_a_run_has_the_noise_of_its_steps(url: str) -> None:
+    work: dict[str, Any] = {"prefill_tokens": 0, "decode_requests": 4, "decode_context_tokens": 400}
+    slow = [
+        make_step(i, num_blocks_total=1800, duration_s=0.2 if i < 60 else 0.1, **work)
+        for i in range(1, 150)
+    ]
+    failed = make_step(150, num_blocks_total=1800, duration_s=9.0, failure="boom", **work)
+    run = run_of(url, arrived(1, 60.0, num_output_tokens=7), learnt(), *slow, failed)
+    machine = run.machine()
+    assert machine.recorded is not None
+    factors = machine.recorded.factors
+    assert len(factors) == 149
+    assert factors[0] == pytest.approx(2.0 * factors[-1], rel=1e-3)
+    assert factors[-1] == pytest.approx(0.1 / machine.seconds(StepFeatures(0, 4, 400)), rel=1e-3)
+    # Another machine has its own.
+    assert run.machine(A100_8B).recorded is None
 
 
 def test_the_same_rows_tell_the_same(url: str) -> None:
