@@ -17,15 +17,10 @@ from costmodel.envelope import DECODE_PLANE, NUM_PLANES, PREFILL_PLANE, WORK_PLA
 from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.fields import SnapshotError, read_array, read_count, read_mapping, read_number
 from costmodel.hygiene import COLD_SAMPLES, RejectReason, Screen, check_sample
-from costmodel.margin import (
-    MAX_COVERAGE,
-    MIN_COVERAGE,
-    PRIOR_MARGIN,
-    ConformalMargin,
-    prior_scale,
-)
+from costmodel.margin import MAX_COVERAGE, MIN_COVERAGE, PRIOR_MARGIN
 from costmodel.mixing import MixingRatio
 from costmodel.plane import NonNegativePlane
+from costmodel.regime_margins import RegimeMargins
 from costmodel.window import QualityWindow
 
 # A plane teaches where it is the larger one; the plane at home keeps a near tie, so that noise does
@@ -44,10 +39,6 @@ _AWAY_STEP: Final = 0.1
 _SPLIT_STEP: Final = 0.02
 # Beyond every prediction; below, moving by shares of itself cannot overflow.
 _MAX_SPLIT_S: Final = 1e30
-# A regime with as many scores lends its margin to those with fewer.
-_LENDING_SCORES: Final = 50
-# A part of mixed steps with as many speaks for itself, once those are known.
-_SPEAKING_SCORES: Final = 100
 # Of a step that is worth so much of all that is known of its kind (a fifth: four others like it) a
 # surprise tells what such steps take, not how fast the machine is. It then weighs four times all
 # that is known of them: four fifths of its surprise are gone.
@@ -76,8 +67,7 @@ class JudgedPlanes(ABC):
         self._split_s = 0.0
         self._presence = [0.5] * NUM_PLANES
         self._screens = [Screen() for _ in range(NUM_PLANES)]
-        self._margins = {regime: ConformalMargin(margin) for regime in _REGIMES}
-        self._shares = {regime: margin.margin for regime, margin in self._margins.items()}
+        self._margins = RegimeMargins(margin)
         self._windows = {regime: QualityWindow() for regime in _REGIMES}
         self._window = QualityWindow()
         self._mixing = MixingRatio()
@@ -85,7 +75,6 @@ class JudgedPlanes(ABC):
         self._num_rejected: dict[str, int] = {}
         self._version = 0
         self._num_drift_alarms = 0
-        self._has_borrowers = True
 
     @property
     def version(self) -> int:
@@ -106,7 +95,7 @@ class JudgedPlanes(ABC):
 
     def predict(self, features: FloatArray) -> LatencyEstimate:
         """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES)."""
-        return self._envelope.estimate(features, self._shares)
+        return self._envelope.estimate(features, self._margins.shares)
 
     def observe(self, features: StepFeatures, latency_s: float) -> bool:
         """Learn from one executed step; False if the sample was refused, which is counted by
@@ -117,7 +106,7 @@ class JudgedPlanes(ABC):
             self.reject(reason)
             return False
         regime = features.regime
-        predicted = self._envelope.predict_step(features, self._shares)
+        predicted = self._envelope.predict_step(features, self._margins.shares)
         latency_s = float(latency_s)
         ratio = latency_s / predicted.mean_s
         is_covered = latency_s <= predicted.upper_s
@@ -132,14 +121,12 @@ class JudgedPlanes(ABC):
         novelty = self._novelty(index, row, ratio, predicted.mean_s)
         screen = self._screens[index]
         verdict = screen.judge_unknown(ratio) if novelty else screen.judge(ratio)
-        margin = self._margins[regime]
         if verdict.taught_ratio is None:
             # It broke its bound, or kept it, all the same: coverage counts every step that was
             # promised.
-            margin.record_coverage(is_covered=is_covered)
+            self._margins.record(regime, ratio - 1.0, is_covered=is_covered, is_outlier=True)
             self._windows[regime].record_coverage(is_covered=is_covered)
             self._window.record_coverage(is_covered=is_covered)
-            self._share_margins()
             self.reject(RejectReason.OUTLIER)
             return False
 
@@ -150,7 +137,7 @@ class JudgedPlanes(ABC):
             believed_s *= self._shift(index, verdict.shift)
             self._drifts[regime].reset()
             if not verdict.is_cold:
-                self._alarm(margin)
+                self._alarm(regime)
         elif novelty:
             # It says nothing of drift; and once it is taught in full it weighs by what it took, for
             # what was said of it means little.
@@ -158,7 +145,7 @@ class JudgedPlanes(ABC):
                 believed_s, taught_ratio, weight = latency_s, 1.0, _TOLD / novelty
         elif self._drifts[regime].record((ratio - 1.0) / screen.size):
             plane.forget_faster(_AGE_AFTER_ALARM)
-            self._alarm(margin)
+            self._alarm(regime)
         taught_s = believed_s * taught_ratio
         self._remember(features, taught_s)
         self._learn(index, row, believed_s, taught_s, weight)
@@ -167,8 +154,7 @@ class JudgedPlanes(ABC):
             # happens at its home, and where fewer planes are enough they come to agree there.
             self._learn(home, row, believed_s, taught_s)
 
-        margin.record(ratio - 1.0, is_covered=is_covered)
-        self._share_margins()
+        self._margins.record(regime, ratio - 1.0, is_covered=is_covered, is_outlier=False)
         if regime is Regime.MIXED:
             self._mixing.record(latency_s, predicted.apart_s)
         error = abs(latency_s - predicted.mean_s) / latency_s
@@ -192,10 +178,9 @@ class JudgedPlanes(ABC):
             self._envelope.set_plane(index, plane.physical)
         self._split_s *= factor
         self._memory_shifted(factor)
-        for regime, margin in self._margins.items():
-            margin.widen()
-            self._drifts[regime].reset()
-        self._share_margins()
+        self._margins.widen()
+        for drift in self._drifts.values():
+            drift.reset()
         self._version += 1
 
     def aim_for(self, coverage: float) -> None:
@@ -208,14 +193,12 @@ class JudgedPlanes(ABC):
             raise ValueError(
                 f"coverage must be in [{MIN_COVERAGE}, {MAX_COVERAGE}], got {coverage!r}"
             )
-        for margin in self._margins.values():
-            margin.aim_for(coverage)
-        self._share_margins()
+        self._margins.aim_for(coverage)
 
     @property
     def target_coverage(self) -> float:
         """The probability that upper bounds are to hold with."""
-        return self._margins[Regime.MIXED].coverage
+        return self._margins.coverage
 
     def marginals(self) -> MarginalCosts:
         """Return marginal costs under the current coefficients."""
@@ -234,7 +217,7 @@ class JudgedPlanes(ABC):
                     num_observed=window.num_observed,
                     mape=window.mape,
                     coverage=window.coverage,
-                    margin=self._shares[regime],
+                    margin=self._margins.shares[regime],
                 )
                 for regime, window in self._windows.items()
             ),
@@ -316,30 +299,9 @@ class JudgedPlanes(ABC):
         self._screens[index].is_on_trial = False
         return applied
 
-    def _share_margins(self) -> None:
-        """Take over the margins, and let regimes that are rarely seen use those of the others.
-
-        The bound of a mixed step is never below that of its parts: a part that is wide for want of
-        data would widen the mixed steps with it. Where those are known, they tell of their parts;
-        a part's own few scores, the first of all among them, count once there are enough.
-        """
-        if self._has_borrowers:
-            known = [m.margin for m in self._margins.values() if m.num_scores >= _LENDING_SCORES]
-            self._has_borrowers = len(known) < len(self._margins)
-            if known:
-                lent = min(PRIOR_MARGIN * prior_scale(self.target_coverage), max(known))
-                for margin in self._margins.values():
-                    if margin.num_scores < _LENDING_SCORES:
-                        margin.borrow(lent)
-        mixed = self._margins[Regime.MIXED]
-        is_told = mixed.num_scores >= _LENDING_SCORES
-        for regime, margin in self._margins.items():
-            is_rare = margin.num_scores < _SPEAKING_SCORES
-            self._shares[regime] = mixed.margin if is_told and is_rare else margin.margin
-
-    def _alarm(self, margin: ConformalMargin) -> None:
+    def _alarm(self, regime: Regime) -> None:
         self._num_drift_alarms += 1
-        margin.widen()
+        self._margins.widen(regime)
 
     def state(self) -> dict[str, Any]:
         """Return the whole state as JSON numbers (see `snapshot`)."""
@@ -351,7 +313,7 @@ class JudgedPlanes(ABC):
             "presence": list(self._presence),
             "planes": {str(i): plane.state() for i, plane in enumerate(self._planes)},
             "screens": {str(i): screen.state() for i, screen in enumerate(self._screens)},
-            "margins": {str(regime): part.state() for regime, part in self._margins.items()},
+            "margins": self._margins.state(),
             "drifts": {str(regime): part.state() for regime, part in self._drifts.items()},
             "windows": {str(regime): part.state() for regime, part in self._windows.items()},
             "window": self._window.state(),
@@ -375,11 +337,11 @@ class JudgedPlanes(ABC):
         model._presence = presence.tolist()
         model._screens = [Screen.restore(*part("screens", index)) for index in indices]
         for regime in _REGIMES:
-            margin = ConformalMargin.restore(*part("margins", regime))
-            model._margins[regime] = margin
             model._drifts[regime] = PageHinkley.restore(*part("drifts", regime))
             model._windows[regime] = QualityWindow.restore(*part("windows", regime))
-        model._share_margins()
+        model._margins = RegimeMargins.restore(
+            read_mapping(state, "margins", path), f"{path}.margins"
+        )
         model._window = QualityWindow.restore(read_mapping(state, "window", path), f"{path}.window")
         # Snapshots that are older than the ratio have none.
         if "mixing" in state:

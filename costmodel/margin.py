@@ -136,12 +136,19 @@ class ConformalMargin:
         self._recent.clear()
         self.margin = self._current()
 
+    def unsteered(self) -> float:
+        """Return the margin that the scores alone ask for, whatever was missed."""
+        return self._at(1.0 - self._coverage)
+
     def _current(self) -> float:
+        return self._at(self._level)
+
+    def _at(self, level: float) -> float:
         num = len(self._sorted)
         if num < _FEW_SCORES:
             margin = self._from_spread()
         else:
-            rank = math.ceil((num + 1) * (1.0 - self._level))
+            rank = math.ceil((num + 1) * (1.0 - level))
             margin = self._sorted[min(max(rank, 1), num) - 1]
             margin = max(margin, self._prior * _PRIOR_SCORES / num * (num < MAX_SCORES), 0.0)
         return margin * _WIDENING if self._is_widened else margin

@@ -55,8 +55,10 @@ class Kind(enum.StrEnum):
 
 # Requests of a trace for each one of Azure's code. A run has to last three times as long as batch
 # may wait, or an overload hides in its backlog: of conversations a machine serves four times as
-# many in a second, of Mooncake's long prompts half as many.
-_SHARES: Final = {Kind.AZURE_CODE: 1.0, Kind.AZURE_CONV: 3.0, Kind.MOONCAKE: 0.6}
+# many in a second, of Mooncake's long prompts half as many. One class waits for a second only.
+_SHARES: Final = {
+    Kind.AZURE_CODE: 1.0, Kind.AZURE_CONV: 3.0, Kind.MOONCAKE: 0.6, Kind.ONE_CLASS: 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def machine_rate(workload: Workload, hardware: HardwareProfile) -> float:
 
 
 def _trace_source(kind: Kind, path: Path, inputs: Inputs, mix: Mix) -> WorkloadSource:
-    share = _SHARES.get(kind, 1.0)
+    share = _SHARES[kind]
     return WorkloadSource(
         trace=str(path),
         start_s=inputs.start_s,

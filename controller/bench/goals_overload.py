@@ -30,7 +30,7 @@ from controller.simulation.sweep import SweepRow, SweepTask, search_budget
 
 OVERLOADS: Final = (1.0, 1.25, 1.5, 2.0)
 JUDGED_OVERLOAD: Final = 1.5
-# A run of 240 s holds as many requests as several of the others do.
+# A run of 240 s holds thousands of requests, whose spread within it is small beside what is asked.
 _FEW_SEEDS: Final = 1
 # A rate counts as long enough if the arrivals last so much of what was wanted.
 _LONG_ENOUGH: Final = 0.99

@@ -17,7 +17,7 @@ from controller.config import Settings
 from controller.simulation.hardware import HardwareProfile, Slowdown
 from controller.simulation.recorded_noise import RecordedNoise
 from controller.simulation.stored_steps import features_of, is_lesson, read_steps
-from costmodel.features import StepFeatures
+from costmodel.features import Regime, StepFeatures
 from costmodel.prior import fit_prior
 from engine.config import EngineConfig
 from store.errors import StoreError
@@ -164,22 +164,24 @@ def machine_over_time(
     The windows count from `started_ms` (epoch milliseconds), as virtual time does; one with fewer
     than `_MIN_WINDOW_STEPS` steps keeps the machine's own speed. What is left is the noise.
     """
-    windows: dict[int, list[tuple[float, float]]] = {}
+    windows: dict[int, list[tuple[Regime, float, float]]] = {}
     for step in steps:
         window = int((step.at_ms - started_ms) / 1e3 // SPEED_WINDOW_S)
-        windows.setdefault(window, []).append((step.duration_s, machine.seconds(step.features)))
+        mean_s = machine.seconds(step.features)
+        windows.setdefault(window, []).append((step.features.regime, step.duration_s, mean_s))
     slowdowns: list[Slowdown] = []
-    rests: list[float] = []
+    rests: list[tuple[Regime, float, float]] = []
     for window, pairs in sorted(windows.items()):
         factor = 1.0
         if window >= 0 and len(pairs) >= _MIN_WINDOW_STEPS:
-            factor = sum(real for real, _ in pairs) / sum(mean for _, mean in pairs)
+            factor = sum(real for _, real, _ in pairs) / sum(mean for *_, mean in pairs)
             start_s = window * SPEED_WINDOW_S
             slowdowns.append(Slowdown(start_s, start_s + SPEED_WINDOW_S, factor))
-        rests += [math.log(real / (factor * mean)) for real, mean in pairs]
-    noise = min(_MAX_NOISE, float(np.std(rests))) if rests else machine.noise
-    # Slow stretches are where they were, not where they are drawn.
-    recorded = None if slowdowns else machine.recorded
+        rests += [(regime, real, factor * mean) for regime, real, mean in pairs]
+    if not slowdowns:
+        return machine
+    noise = min(_MAX_NOISE, float(np.std([math.log(real / mean) for _, real, mean in rests])))
+    recorded = RecordedNoise.of(rests)
     return replace(machine, slowdowns=tuple(slowdowns), noise=noise, recorded=recorded)
 
 

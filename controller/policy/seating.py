@@ -110,6 +110,9 @@ def seat(
             request = queue.at(first)
             is_elder = first != i
             if not intake.admit(request, has_turn=has_turn and not is_elder, is_elder=is_elder):
+                if has_turn and not is_elder:
+                    # No room for it yet: what is free stays its own in this step too.
+                    intake.set_aside(request)
                 break
             elders.start(first)
             rank[first] = (-1 if has_turn else i, int(first == i), len(rank))

@@ -140,8 +140,7 @@ class HardwareProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values; zero coefficients are left out."""
-        recorded = {} if self.recorded is None else {"recorded": self.recorded.to_json()}
-        return recorded | {
+        document = {
             "format": PROFILE_FORMAT,
             "name": self.name,
             "source": self.source,
@@ -157,6 +156,9 @@ class HardwareProfile:
             "swap_block_s": self.swap_block_s,
             "num_pool_tokens": self.num_pool_tokens,
         }
+        if self.recorded is not None:
+            document["recorded"] = self.recorded.to_json()
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> HardwareProfile:
@@ -191,10 +193,11 @@ class HardwareProfile:
 class Device:
     """A profile at work: `step_s` answers for each step in turn, with seeded noise.
 
-    The same seed gives the same factors in the same order, in any process.
+    The same seed gives the same factors in the same order, in any process; those of recorded noise
+    depend on the kinds of steps as well.
     """
 
-    def __init__(self, profile: HardwareProfile, seed: int = 0) -> None:
+    def __init__(self, profile: HardwareProfile, seed: int | tuple[int, int] = 0) -> None:
         self._profile = profile
         self._rng = np.random.default_rng(seed)
         self._factors: list[float] = []

@@ -10,9 +10,11 @@ import math
 from statistics import NormalDist
 from typing import Final
 
+import numpy as np
+
 from controller.simulation.hardware import HardwareProfile
 from costmodel.base import LatencyEstimate, MarginalCosts, ModelQuality
-from costmodel.features import FloatArray, StepFeatures
+from costmodel.features import FloatArray, Regime, StepFeatures
 from costmodel.hygiene import RejectReason
 from costmodel.margin import TARGET_COVERAGE
 
@@ -23,14 +25,26 @@ _MAX_KNEE: Final = 1 << 20
 class OracleModel:
     """A `CostModel` that answers with the profile's own seconds, and the noise's quantile
     `coverage` as the upper bound.
+
+    Of recorded noise it is each regime's own; a bound never falls when work grows, so that of a
+    mixed step is the largest of the three.
     """
 
     def __init__(self, profile: HardwareProfile, coverage: float = TARGET_COVERAGE) -> None:
         self._profile = profile
         self._coverage = coverage
-        z = NormalDist().inv_cdf(coverage)
-        # The mean of a noise that is skewed lies above its median.
-        self._upper = max(1.0, math.exp(z * profile.noise - profile.noise**2 / 2.0))
+        if profile.recorded is None:
+            z = NormalDist().inv_cdf(coverage)
+            # The mean of a noise that is skewed lies above its median.
+            quantile = math.exp(z * profile.noise - profile.noise**2 / 2.0)
+            decode = prefill = mixed = max(1.0, quantile)
+        else:
+            decode, prefill, mixed = (
+                max(1.0, profile.recorded.quantile(regime, coverage))
+                for regime in (Regime.DECODE_ONLY, Regime.PREFILL_ONLY, Regime.MIXED)
+            )
+        # No work, decodes, prompts, both: in binary.
+        self._upper = np.array([decode, decode, prefill, max(decode, prefill, mixed)])
         self._marginals = _marginals(profile)
 
     @property
@@ -46,7 +60,8 @@ class OracleModel:
     def predict(self, features: FloatArray) -> LatencyEstimate:
         """Return mean and upper seconds for candidates of shape (n, NUM_FEATURES)."""
         mean_s = self._profile.seconds_of(features)
-        return LatencyEstimate(mean_s, mean_s * self._upper)
+        kinds = (features[:, 1] > 0.0) + 2 * (features[:, 0] > 0.0)
+        return LatencyEstimate(mean_s, mean_s * self._upper[kinds])
 
     def observe(self, features: StepFeatures, latency_s: float) -> bool:
         """There is nothing to learn; always False."""

@@ -5,7 +5,6 @@ Owns the factors, their JSON form and how stretches of them are drawn. Must not 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +21,8 @@ MAX_STEPS: Final = 8192
 STRETCH_STEPS: Final = 128
 """Steps from one drawn instant to the next: longer than most slow stretches last."""
 
+# Fewer of a regime are no record of it: one slow step would be all that it ever takes.
+_FEW_STEPS: Final = 20
 # A step that took a thousand times what it should is as good as one that never ends.
 _MAX_FACTOR: Final = 1000.0
 _DIGITS: Final = 4
@@ -67,6 +68,19 @@ class RecordedNoise:
             return None
         return cls(tuple(regime for regime, _ in found), tuple(factor for _, factor in found))
 
+    def of_regime(self, regime: Regime) -> tuple[float, ...]:
+        """Return the factors of a regime's steps, in order; those of all where it has too few."""
+        own = tuple(
+            factor
+            for factor, each in zip(self.factors, self.regimes, strict=True)
+            if each is regime
+        )
+        return own if len(own) >= _FEW_STEPS else self.factors
+
+    def quantile(self, regime: Regime, share: float) -> float:
+        """Return the factor that `share` of such a regime's steps do not exceed."""
+        return float(np.quantile(self.of_regime(regime), share, method="higher"))
+
     def to_json(self) -> dict[str, Any]:
         """Return the noise as JSON values: a letter per step, and its factor."""
         letters = "".join(regime.value[0] for regime in self.regimes)
@@ -89,28 +103,26 @@ class Stretches:
     """Draws factors from stretches of a record: a block bootstrap (Künsch, "The jackknife and the
     bootstrap for general stationary observations", 1989).
 
-    Every `STRETCH_STEPS` steps an instant of the record is drawn; from there on each step has the
-    next factor of its own regime, round the end. A regime that was never seen has those of all.
+    Every `STRETCH_STEPS` steps a place in the record is drawn, as a share of it, and from there on
+    each step has the next factor of its own regime, round the end. The share is taken of each
+    regime's own steps: the next one after an instant would mostly be one that comes after a pause.
+    A regime of which the record holds few has the factors of all.
     """
 
     def __init__(self, noise: RecordedNoise, rng: np.random.Generator) -> None:
-        self._noise = noise
         self._rng = rng
-        every = list(range(len(noise.factors)))
-        self._own = {
-            regime: [i for i in every if noise.regimes[i] is regime] or every for regime in Regime
-        }
+        self._own = {regime: noise.of_regime(regime) for regime in Regime}
         self._next = dict.fromkeys(Regime, 0)
         self._num_left = 0
 
     def factor(self, regime: Regime) -> float:
         """Return the factor of the next step."""
         if self._num_left == 0:
-            start = int(self._rng.integers(len(self._noise.factors)))
-            self._next = {regime: bisect_left(own, start) for regime, own in self._own.items()}
+            share = float(self._rng.random())
+            self._next = {each: int(share * len(own)) for each, own in self._own.items()}
             self._num_left = STRETCH_STEPS
         self._num_left -= 1
         own = self._own[regime]
         place = self._next[regime] % len(own)
         self._next[regime] = place + 1
-        return self._noise.factors[own[place]]
+        return own[place]

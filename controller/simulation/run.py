@@ -214,7 +214,7 @@ def simulate_stretch(
         planner,
         PopulationRunner(
             clock,
-            Device(hardware, config.seed),
+            Device(hardware, _noise_seed(config.seed, stretch)),
             population.output_lengths,
             hardware.swap_block_s,
         ),
@@ -294,6 +294,11 @@ def _drive(
             )
     if progress is not None:
         progress(num_counted, num_counted)
+
+
+def _noise_seed(seed: int, stretch: Stretch | None) -> int | tuple[int, int]:
+    """Return the seed of the machine's noise: a later part of a run has noise of its own."""
+    return seed if stretch is None or stretch.first == 0 else (seed, stretch.first)
 
 
 def _cost_model(

@@ -95,7 +95,7 @@ class TuningTask:
         return {
             "version": metadata.version("paceline"),
             "workload": self.name,
-            **_flat("hardware", self.hardware.to_json()),
+            **_flat("hardware", _without_record(self.hardware.to_json())),
             **_flat("engine", engine),
             "classes": ", ".join(classes),
             **_flat("class", classes),
@@ -193,6 +193,15 @@ def _summary(scenes: Sequence[Scene]) -> str:
     text = json.dumps([_scene_json(scene) for scene in scenes])
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
     return f"{num} requests over seeds {seeds} ({digest})"
+
+
+def _without_record(machine: dict[str, Any]) -> dict[str, Any]:
+    """Return a machine with what can be said of its recorded noise in a line."""
+    recorded = machine.get("recorded")
+    if recorded is None:
+        return machine
+    digest = hashlib.sha256(json.dumps(recorded).encode("utf-8")).hexdigest()[:16]
+    return machine | {"recorded": f"{len(recorded['factors'])} steps ({digest})"}
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:

@@ -63,6 +63,21 @@ def test_the_parts_are_the_whole_where_nothing_but_the_noise_tells_them_apart() 
     assert parts.event_hash != whole.event_hash
 
 
+def test_each_part_has_noise_of_its_own() -> None:
+    # Everybody alone, and all alike: what the second part takes differs by the noise only.
+    loud = HardwareProfile("loud", A100_8B.planes, noise=0.3)
+    config = SimulationConfig(classes=CONFIG.classes, learner="oracle")
+    same = Workload("same", tuple(Arrival(30.0 * i, 64, 4, "chat") for i in range(40)))
+    cut = stretches(same, 2)
+    parts = simulate_in_parts(same, "fcfs-512", loud, config, 2)
+    ttfts = [each.ttft_s or math.nan for each in parts.requests]
+    first, second = ttfts[: cut[0].last], ttfts[cut[1].first :]
+    lead = cut[1].first - cut[1].begin
+    # With the same draws the second part would be the first one again, from its own beginning on.
+    alike = zip(first[lead:], second, strict=False)
+    assert max(abs(mine / theirs - 1.0) for mine, theirs in alike) > 0.1
+
+
 def test_who_does_the_parts_does_not_matter() -> None:
     workload = long_crowd(300)
     calls: list[tuple[int, int]] = []

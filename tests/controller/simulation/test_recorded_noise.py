@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from controller.simulation.hardware import A100_8B, Device, HardwareError, HardwareProfile
+from controller.simulation.oracle import OracleModel
 from controller.simulation.recorded_noise import (
     MAX_STEPS,
     MIN_STEPS,
@@ -83,6 +84,51 @@ def test_a_stretch_goes_on_round_the_end() -> None:
     own = noise.factors[1::2]
     assert sorted(drawn[: len(own)]) == sorted(own)
     assert drawn[len(own) : 2 * len(own)] == drawn[: len(own)]
+
+
+@pytest.mark.parametrize("every", [13, 64, 128])
+def test_a_rare_kind_of_work_has_its_own_mean_however_rare_it_is(every: int) -> None:
+    # Prompts alone come ten in a row after a hundred decodes, and the first of them takes twice.
+    record = []
+    for _ in range(40):
+        record += [(Regime.DECODE_ONLY, 1.0, 1.0)] * 100
+        record += [(Regime.PREFILL_ONLY, 2.0, 1.0)] + [(Regime.PREFILL_ONLY, 1.0, 1.0)] * 9
+    noise = RecordedNoise.of(record)
+    assert noise is not None
+    stretches = Stretches(noise, np.random.default_rng(0))
+    drawn = [
+        stretches.factor(Regime.PREFILL_ONLY if i % every == 0 else Regime.DECODE_ONLY)
+        for i in range(100_000)
+    ][::every]
+    assert float(np.mean(drawn)) == pytest.approx(1.1, abs=0.03)
+
+
+def test_a_kind_that_was_seen_twice_is_not_that_slow_for_ever() -> None:
+    steps = [(Regime.DECODE_ONLY, 1.0, 1.0)] * 200 + [(Regime.PREFILL_ONLY, 4.7, 1.0)] * 2
+    noise = RecordedNoise.of(steps)
+    assert noise is not None
+    assert noise.of_regime(Regime.PREFILL_ONLY) == noise.factors
+    stretches = Stretches(noise, np.random.default_rng(0))
+    drawn = [stretches.factor(Regime.PREFILL_ONLY) for _ in range(20_000)]
+    assert float(np.mean(drawn)) < 1.1
+
+
+def test_the_oracle_knows_the_quantiles_of_each_kind() -> None:
+    rng = np.random.default_rng(1)
+    sigmas = {Regime.DECODE_ONLY: 0.3, Regime.MIXED: 0.05}
+    noise = RecordedNoise.of(
+        (regime, 1.1 * float(np.exp(sigmas[regime] * rng.standard_normal())), 1.0)
+        for regime in (Regime.DECODE_ONLY, Regime.MIXED) * 4000
+    )
+    machine = _machine(noise)
+    model, device = OracleModel(machine, 0.8), Device(machine, 0)
+    upper_s = float(model.predict(DECODES.to_array()[None]).upper_s[0])
+    covered = [device.step_s(DECODES, 0.0) <= upper_s for _ in range(20_000)]
+    assert float(np.mean(covered)) == pytest.approx(0.8, abs=0.02)
+    # Never below its parts: more work is never promised to be quicker.
+    rows = np.array([StepFeatures(256.0, n, 500.0 * n, 0.0, 65536.0) for n in (0.0, 8.0)])
+    alone_s, mixed_s = model.predict(rows).upper_s
+    assert mixed_s >= max(alone_s, upper_s)
 
 
 def test_a_few_steps_are_no_record_and_of_many_the_newest_count() -> None:

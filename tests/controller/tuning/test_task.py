@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from controller.policy.slo import Slo
+from controller.simulation.recorded_noise import RecordedNoise
 from controller.simulation.run import engine_for
 from controller.simulation.source import WorkloadSource
 from controller.tuning import task as tuning_task
@@ -15,6 +17,7 @@ from controller.tuning.space import DEFAULTS
 from controller.tuning.task import TuningTask, cut_in_time, task_of_source
 from controller.workload.arrivals import Workload
 from controller.workload.traces import write_trace
+from costmodel.features import Regime
 from tests.controller.tuning.tuning_tasks import BULK, CHAT, QUIET, crowd, task
 
 GENERATED = WorkloadSource(
@@ -71,6 +74,12 @@ def test_a_part_without_requests_and_a_cut_that_is_none_are_refused() -> None:
         of(GENERATED, num_held_out_seeds=0)
 
 
+def _record(factor: float) -> RecordedNoise:
+    noise = RecordedNoise.of([(Regime.DECODE_ONLY, factor, 1.0)] * 200)
+    assert noise is not None
+    return noise
+
+
 def test_fingerprints_name_the_part_that_differs() -> None:
     made = task(crowd(5))
     assert made.fingerprint() == task(crowd(5)).fingerprint()
@@ -81,6 +90,12 @@ def test_fingerprints_name_the_part_that_differs() -> None:
 
     assert differs(task(crowd(6))) == ["tuning part", "held-out part"]
     assert differs(replace(made, hardware=replace(QUIET, noise=0.5))) == ["hardware noise"]
+    # Thousands of numbers are told in a line.
+    noisy = [replace(QUIET, recorded=_record(factor)) for factor in (1.1, 1.2)]
+    made, theirs = (replace(made, hardware=each) for each in noisy)
+    assert differs(theirs) == ["hardware recorded"]
+    assert re.fullmatch(r'"200 steps \(\w{16}\)"', made.fingerprint()["hardware recorded"])
+    made = task(crowd(5))
     assert differs(replace(made, classes=(CHAT, replace(BULK, weight=3.0)))) == [
         "class bulk weight"
     ]
