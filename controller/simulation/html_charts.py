@@ -103,6 +103,12 @@ def load_charts(report: Report) -> list[str]:
     return [
         _over_rate(
             report,
+            "Goodput",
+            "requests/s in time",
+            lambda point: point.rate * point.attainment.mean,
+        ),
+        _over_rate(
+            report,
             "Useful throughput",
             "tokens/s of requests in time",
             lambda point: point.useful_tokens_per_s,

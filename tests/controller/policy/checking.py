@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from controller.policy.demand import Demand
+from controller.policy.lengths import OutputLengths
 from controller.policy.preemption import MAX_PREEMPTIONS
 from engine.ports import EngineView, Planner, RequestView
 from engine.request import RequestPhase
@@ -19,14 +21,39 @@ def snapshot(view: EngineView) -> list[tuple[object, ...]]:
             r.num_computed_tokens,
             r.num_output_tokens,
             tuple(r.block_table),
+            tuple(r.host_block_table),
+            r.num_preemptions,
             r.admission,
             r.admitted_at,
+            r.first_token_at,
             r.last_token_at,
             repr(r.promise),
         )
         for group in (view.waiting, view.running, view.preempted)
         for r in group
     ]
+
+
+def memory_of(demand: Demand | None, lengths: OutputLengths | None) -> list[object]:
+    """Everything that was fed about arrivals, returns and answers, which a planner only reads.
+
+    Returns too: what is told in a plan is booked by the runtime once the step is done. Left out is
+    what `Demand` derives when it is asked (`_usual` and the like): keeping that changes no answer.
+    """
+    found: list[object] = []
+    if demand is not None:
+        found += [demand._since, tuple(demand._known), dict(demand.returns._tokens)]
+        for name, of in demand._classes.items():
+            arrivals = [
+                (a.request_id, a.no, a.at, a.num_prompt, a.ttft_s, a.tpot_s, a.is_served)
+                for a in of.recent
+            ]
+            found.append((name, of.weight, of.forgotten_no, arrivals))
+    if lengths is not None:
+        ranked = {name: each.tolist() for name, each in lengths._ranked.items()}
+        found += [{name: tuple(each) for name, each in lengths._recent.items()}, ranked]
+        found += [dict(each) for each in (lengths._expected, lengths._typical, lengths._short)]
+    return found
 
 
 def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None) -> None:
@@ -91,16 +118,28 @@ def check_plan(view: EngineView, plan: StepPlan, token_budget: int | None = None
 
 
 class CheckedPlanner:
-    """Plans twice and asserts that nothing changed, that both plans agree, and `check_plan`."""
+    """Plans twice and asserts that nothing changed, that both plans agree, and `check_plan`.
 
-    def __init__(self, planner: Planner, token_budget: int | None = None) -> None:
+    `demand` and `lengths` are those that the planner reads: they must not change either.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        token_budget: int | None = None,
+        demand: Demand | None = None,
+        lengths: OutputLengths | None = None,
+    ) -> None:
         self._planner = planner
         self._token_budget = token_budget
+        self._demand = demand
+        self._lengths = lengths
 
     def plan(self, view: EngineView) -> StepPlan:
-        before = snapshot(view)
+        before, known = snapshot(view), memory_of(self._demand, self._lengths)
         plan = self._planner.plan(view)
         assert self._planner.plan(view) == plan
         assert snapshot(view) == before
+        assert memory_of(self._demand, self._lengths) == known
         check_plan(view, plan, self._token_budget)
         return plan

@@ -91,6 +91,30 @@ class BrokenCostModel(LinearCostModel):
         return LatencyEstimate(answer, answer)
 
 
+class GarbageCostModel(LinearCostModel):
+    """Answers something else for every candidate, and marginal costs that mean as little."""
+
+    def __init__(self, answers_s: Sequence[float], costs_s: Sequence[float], knee: int) -> None:
+        super().__init__()
+        self._answers_s = np.array(answers_s)
+        self._costs_s = tuple(costs_s)
+        self._knee = knee
+
+    def predict(self, features: FloatArray) -> LatencyEstimate:
+        # By what is asked, not by when: the same view is to give the same plan.
+        asked = features.sum(axis=1).astype(np.int64)
+        num = self._answers_s.size
+        return LatencyEstimate(
+            self._answers_s[asked % num], self._answers_s[(7 * asked + 3) % num]
+        )
+
+    def marginals(self) -> MarginalCosts:
+        prefill_s, decode_s, context_s, floor_s, chunk_s, logit_s = self._costs_s
+        return MarginalCosts(
+            prefill_s, decode_s, context_s, floor_s, self._knee, chunk_s, logit_s
+        )
+
+
 # Blocks of their own for everybody: tables that name the same block share it.
 _BLOCKS = itertools.count()
 _TOKENS = itertools.count()

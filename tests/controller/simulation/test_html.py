@@ -113,7 +113,7 @@ def test_the_page_draws_every_curve_and_names_every_crossover() -> None:
 @pytest.mark.parametrize(
     "title",
     [
-        "Attainment", "Useful throughput", "Refused",
+        "Attainment", "Goodput", "Useful throughput", "Refused",
         "TTFT P50", "TTFT P90", "TTFT P99", "TPOT P50", "TPOT P90", "TPOT P99",
         "Longest gap of a request, P99", "chat: attainment", "chat: TTFT P90", "chat: TPOT P90",
         "At load 1: 2.05/s", "At load 2: 4.05/s", "Recovery after the largest burst",
