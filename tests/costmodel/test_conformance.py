@@ -1,22 +1,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from costmodel.base import CostModel
 from costmodel.checks import CHECKS, MakeModel, check_snapshot
+from costmodel.features import StepFeatures
 from costmodel.judged import JudgedPlanes
 from costmodel.prior import fit_prior, flat_prior, sweep_plan
 from costmodel.recursive import RecursiveLeastSquares
 from costmodel.refitted import RefittedLeastSquares
-from costmodel.synthetic import ACCELERATOR
+from costmodel.synthetic import ACCELERATOR, synthetic_steps
 from costmodel.windowed import WindowedRegression
+
+# As often as the service does it (`controller.runtime.refits`), and each within the step.
+REFIT_EVERY = 250
+
+
+class PumpedLeastSquares(RefittedLeastSquares):
+    """The refitted learner with its refits: by itself it waits for somebody to run them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.num_observed = 0
+        self.num_refits = 0
+
+    def observe(self, features: StepFeatures, latency_s: float) -> bool:
+        is_taught = super().observe(features, latency_s)
+        self.num_observed += 1
+        if self.num_observed % REFIT_EVERY == 0 and (job := self.refit_job()) is not None:
+            self.num_refits += 1
+            self.adopt(job.run())
+        return is_taught
+
 
 LEARNERS: tuple[type[JudgedPlanes], ...] = (
     RecursiveLeastSquares,
     WindowedRegression,
     RefittedLeastSquares,
+    PumpedLeastSquares,
 )
 
 
@@ -33,7 +57,7 @@ PRIORS: dict[str, Callable[[type[JudgedPlanes]], JudgedPlanes]] = {
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.kind)
+@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.__name__)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_model_keeps_the_promises_of_the_seam(
     check: Callable[[MakeModel], None], learner: type[JudgedPlanes], prior: str
@@ -45,6 +69,13 @@ def test_every_model_keeps_the_promises_of_the_seam(
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.kind)
+@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.__name__)
 def test_every_model_goes_through_json_and_back(learner: type[JudgedPlanes], prior: str) -> None:
     check_snapshot(lambda: PRIORS[prior](learner))
+
+
+def test_refits_are_among_what_is_checked() -> None:
+    model = flat_prior(PumpedLeastSquares)
+    for step, _ in zip(synthetic_steps(ACCELERATOR), range(2000), strict=False):
+        model.observe(step.features, step.measured_s)
+    assert model.num_refits == 8
