@@ -46,8 +46,8 @@ def refuse(
         AdmissionAction.REJECT,
         reason,
         message,
-        predicted_ttft_s=_finite(predicted_ttft_s),
-        retry_after_s=_finite(retry_after_s),
+        predicted_ttft_s=_tellable(predicted_ttft_s),
+        retry_after_s=_tellable(retry_after_s),
     )
 
 
@@ -209,7 +209,7 @@ def verdict_on_late(
             AdmissionAction.WAIT,
             reason,
             message,
-            predicted_ttft_s=_finite(predicted_ttft_s),
+            predicted_ttft_s=_tellable(predicted_ttft_s),
             is_degraded=True,
         )
     if action is OnInfeasible.QUEUE and age_s < max_age_s(promise, config):
@@ -254,8 +254,9 @@ def _first_token_target_s(promise: Promise) -> float:
     return min(targets, default=math.inf)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and value < 1e8 else None
+def _tellable(value: float | None) -> float | None:
+    """Return seconds that can be told, or None: a model may say anything."""
+    return value if value is not None and 0.0 <= value < 1e8 else None
 
 
 def verdicts_on_kept(
@@ -284,7 +285,7 @@ def verdicts_on_kept(
                     AdmissionAction.ADMIT,
                     ADMITTED if verdict is None else verdict.reason,
                     "" if verdict is None else verdict.message,
-                    predicted_ttft_s=_finite(ttft_s),
+                    predicted_ttft_s=_tellable(ttft_s),
                     is_degraded=verdict is not None,
                 )
             )
@@ -296,7 +297,7 @@ def verdicts_on_kept(
                     request.request_id,
                     AdmissionAction.WAIT,
                     QUEUED,
-                    predicted_ttft_s=_finite(ttft_s),
+                    predicted_ttft_s=_tellable(ttft_s),
                 )
             )
     return admissions

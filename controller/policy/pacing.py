@@ -134,8 +134,8 @@ def pace_decodes(
             # target leaves is shared anew at every token: only what the pace keeps back is in hand.
             due_at = np.where(is_even, first_at + num_output * (pace * tpot_s), next_at)
             if not is_even.all():
-                kept_back_s = (1.0 - pace) * (_last_due_at(decodes)[places] - last_at)
-                due_at += np.where(is_even, 0.0, np.maximum(kept_back_s, 0.0))
+                left_s = np.where(is_even, 0.0, _last_due_at(decodes)[places] - last_at)
+                due_at += (1.0 - pace) * np.maximum(left_s, 0.0)
             in_hand_s = due_at - now
             if num_least is not None:
                 # Its own reserve brings a stream back that is behind by no more than what so many

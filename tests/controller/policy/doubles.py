@@ -71,11 +71,17 @@ class LinearCostModel:
 
 
 class JumpingModel(LinearCostModel):
-    """30 ms; 70 ms with prompts, up to 512 tokens of them; then 100 µs more per token."""
+    """30 ms; 40 ms more (`jump_s`) with prompts, up to 512 tokens of them; then 100 µs more per
+    token.
+    """
+
+    def __init__(self, jump_s: float = 0.04) -> None:
+        super().__init__()
+        self._jump_s = jump_s
 
     def predict(self, features: FloatArray) -> LatencyEstimate:
         prefill = features[:, 0]
-        mean_s = 0.03 + 0.04 * (prefill > 0.0) + 1e-4 * np.maximum(prefill - 512.0, 0.0)
+        mean_s = 0.03 + self._jump_s * (prefill > 0.0) + 1e-4 * np.maximum(prefill - 512.0, 0.0)
         return LatencyEstimate(mean_s, mean_s)
 
 
@@ -104,15 +110,11 @@ class GarbageCostModel(LinearCostModel):
         # By what is asked, not by when: the same view is to give the same plan.
         asked = features.sum(axis=1).astype(np.int64)
         num = self._answers_s.size
-        return LatencyEstimate(
-            self._answers_s[asked % num], self._answers_s[(7 * asked + 3) % num]
-        )
+        return LatencyEstimate(self._answers_s[asked % num], self._answers_s[(7 * asked + 3) % num])
 
     def marginals(self) -> MarginalCosts:
         prefill_s, decode_s, context_s, floor_s, chunk_s, logit_s = self._costs_s
-        return MarginalCosts(
-            prefill_s, decode_s, context_s, floor_s, self._knee, chunk_s, logit_s
-        )
+        return MarginalCosts(prefill_s, decode_s, context_s, floor_s, self._knee, chunk_s, logit_s)
 
 
 # Blocks of their own for everybody: tables that name the same block share it.

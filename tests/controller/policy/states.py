@@ -30,9 +30,12 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 
 targets = st.one_of(st.none(), st.floats(0.01, 20.0))
 slos = st.builds(Slo, ttft_s=targets, tpot_s=targets, e2e_s=targets)
-# Paces of which many can be kept: steps of decodes alone take 0.01 to 0.15 s.
-stream_slos = st.builds(
-    Slo, ttft_s=targets, tpot_s=st.one_of(st.none(), st.floats(0.05, 2.0)), e2e_s=targets
+# A step of decodes alone takes 0.01 to 0.15 s: paces that can be kept, nearly so, or not at all.
+paced_slos = st.builds(
+    Slo,
+    ttft_s=targets,
+    tpot_s=st.one_of(st.floats(0.03, 0.15), st.floats(0.03, 1.0)),
+    e2e_s=targets,
 )
 classes = st.builds(
     SloClass,
@@ -85,6 +88,18 @@ configs = st.builds(
     order_blend=st.sampled_from([0.0, 8.0]),
     max_running=st.sampled_from([None, 1, 4]),
 )
+# Those that say how long a step may last, and when the law makes an exception.
+pace_configs = st.builds(
+    PolicyConfig,
+    pace=st.sampled_from([0.7, 0.95, 1.0]),
+    upper_pace=st.sampled_from([1.0, 1.2, 1.5]),
+    bank=st.sampled_from([0.0, 0.5, 1.0]),
+    gap_limit_s=st.sampled_from([0.08, 0.3, 1.0]),
+    exploration=st.sampled_from([0.0, 0.5]),
+    turn_period=st.integers(1, 4),
+    max_wait_s=st.sampled_from([1.0, 30.0]),
+    probe_period=st.sampled_from([1, 8]),
+)
 
 
 @st.composite
@@ -125,17 +140,20 @@ def views(draw: st.DrawFn, *, is_live: bool | None = None) -> EngineView:
     if is_live is None:
         is_live = draw(st.booleans())
     now = draw(st.floats(0.0, 100.0))
+    most_late = draw(st.sampled_from([0.0, 0.05, 0.4]))
     groups: dict[RequestPhase, list[Request]] = {phase: [] for phase in RequestPhase}
     for i in range(draw(st.integers(2 if is_live else 0, 8))):
         kind = draw(st.sampled_from(["new", "told", "prefill", "decode", "preempted"]))
-        if is_live and i < 2:
-            kind = ("decode", "told")[i]
-        slo = draw(st.one_of(st.none(), stream_slos if is_live else slos))
+        slo = draw(st.one_of(st.none(), slos))
+        if is_live:
+            kind = {0: "decode", 1: "told"}.get(i, kind)
+            if i == 0 or (kind == "decode" and draw(st.booleans())):
+                slo = draw(paced_slos)
         num_prompt, num_output = draw(st.integers(1, 200)), draw(st.integers(1, 40))
         at = first_at = last_at = now - draw(st.floats(0.0, 60.0))
         if is_live:
             pace_s = 0.5 if slo is None or slo.tpot_s is None else slo.tpot_s
-            last_at = now - draw(st.floats(0.0, 0.4)) * pace_s
+            last_at = now - draw(st.floats(0.0, most_late)) * pace_s
             first_at = last_at - draw(st.floats(0.3, 1.1)) * pace_s * (num_output - 1)
             at = first_at - draw(st.floats(0.0, 2.0))
         request = waiting(
@@ -163,16 +181,17 @@ def views(draw: st.DrawFn, *, is_live: bool | None = None) -> EngineView:
     num_running = len(groups[RequestPhase.RUNNING])
     waiting_tables = (r.block_table for r in itertools.chain(*groups.values()))
     cached = len(set(itertools.chain(*waiting_tables))) - held
-    num_free = cached + draw(st.integers(0, 40))
+    # Every block is held or free, and anybody fits alone.
+    num_free = max(cached + draw(st.integers(0, 40)), 16 - held)
     return view_of(
         now=now,
         step_no=draw(st.integers(1, 20)),
         waiting=groups[RequestPhase.WAITING],
         running=groups[RequestPhase.RUNNING],
         preempted=groups[RequestPhase.PREEMPTED],
-        num_blocks=max(1, held + num_free, 16),
+        num_blocks=held + num_free,
         num_free=num_free,
-        max_num_seqs=max(num_running, draw(st.integers(1, 8))),
+        max_num_seqs=max(num_running + is_live, draw(st.integers(1, 8))),
         max_num_batched_tokens=draw(st.sampled_from([8, 64, 512])),
         max_waiting=draw(st.sampled_from([1, 100])),
         is_draining=draw(st.booleans()),

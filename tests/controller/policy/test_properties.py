@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -108,12 +109,17 @@ BASELINES = (
 
 @pytest.mark.parametrize("name", BASELINES)
 @settings(PROPERTY, max_examples=25)
-@given(view=views(), model=models)
+@given(view=views(), model=models, demand=maybe_demands, lengths=output_lengths())
 def test_every_plan_of_a_baseline_is_sound(
-    name: str, view: EngineView, model: LinearCostModel
+    name: str,
+    view: EngineView,
+    model: LinearCostModel,
+    demand: Demand | None,
+    lengths: OutputLengths,
 ) -> None:
     token_budget = int(name.rpartition("-")[2]) if name[-1].isdigit() else None
-    CheckedPlanner(make_planner(name, model, OutputLengths()), token_budget).plan(view)
+    planner = make_planner(name, model, lengths, demand=demand)
+    _check_told(CheckedPlanner(planner, token_budget, demand, lengths).plan(view))
 
 
 arrivals = st.lists(
@@ -161,3 +167,33 @@ def test_check_plan_notices_a_plan_without_blocks() -> None:
     check_plan(view, plan)
     with pytest.raises(AssertionError):
         check_plan(replace(view, num_free_blocks=1), plan)
+
+
+class Meddler:
+    """A planner that changes something of what it was given."""
+
+    def __init__(self, meddle: Callable[[], object]) -> None:
+        self._meddle = meddle
+
+    def plan(self, view: EngineView) -> StepPlan:
+        self._meddle()
+        return StaticPlanner(64).plan(view)
+
+
+def test_a_planner_that_changes_what_it_is_given_is_noticed() -> None:
+    request, demand, lengths = waiting("a", 32), Demand(), OutputLengths()
+    demand.observe("chat", "a", 1, 0.0, 32, Slo(ttft_s=1.0), 1.0)
+    view = view_of(waiting=[request])
+    harmless: list[Callable[[], object]] = [lambda: demand.expected(1.0)]
+    meddles: list[Callable[[], object]] = [
+        lambda: request.host_block_table.append(1),
+        lambda: setattr(request, "num_preemptions", request.num_preemptions + 1),
+        lambda: demand.refuse("a"),
+        lambda: demand.returns.book(0.0, 1.0, 32),
+        lambda: lengths.observe("chat", 8),
+    ]
+    for meddle in harmless:
+        CheckedPlanner(Meddler(meddle), None, demand, lengths).plan(view)
+    for meddle in meddles:
+        with pytest.raises(AssertionError):
+            CheckedPlanner(Meddler(meddle), None, demand, lengths).plan(view)
