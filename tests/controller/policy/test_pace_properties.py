@@ -29,17 +29,15 @@ from tests.controller.policy.doubles import (
 )
 from tests.controller.policy.states import PROPERTY, configs, output_lengths, pace_configs, views
 
-MARGINS = (0.05, 0.2, 0.6)
-# Machines on which prompts are mixed with decodes.
-even_models = st.sampled_from(
-    [
-        *(LinearCostModel(margin=margin) for margin in MARGINS),
-        *(LinearCostModel(GPU_WEIGHTS, GPU_FLOOR_S, margin) for margin in MARGINS),
-    ]
-)
+margins = st.sampled_from([0.05, 0.2, 0.6])
 # Machines on which prompts have steps of their own, beside one pace or another.
 jumping_models = st.builds(JumpingModel, st.sampled_from([0.04, 0.07, 0.2]))
 EPS_S = 1e-9
+
+
+def even_machines(margin: float) -> tuple[LinearCostModel, LinearCostModel]:
+    """Machines on which prompts are mixed with decodes, a slow one and a fast one."""
+    return LinearCostModel(margin=margin), LinearCostModel(GPU_WEIGHTS, GPU_FLOOR_S, margin)
 
 
 class Due(NamedTuple):
@@ -151,49 +149,50 @@ def due(
 
 
 @PROPERTY
-@given(view=views(is_live=True), config=pace_configs, model=even_models, lengths=output_lengths())
+@given(view=views(is_live=True), config=pace_configs, margin=margins, lengths=output_lengths())
 def test_a_step_with_prompts_ends_before_any_stream_is_due(
-    view: EngineView, config: PolicyConfig, model: LinearCostModel, lengths: OutputLengths
+    view: EngineView, config: PolicyConfig, margin: float, lengths: OutputLengths
 ) -> None:
-    found = planned(view, config, model, lengths)
-    decision = found.decision
-    dues = {
-        stream.request_id: due(
-            stream, view.now, config, found.decode_s, lengths.expected(class_name(stream))
-        )
-        for stream in found.streams
-    }
-    tightest_s = min((each.mean_s for each in dues.values()), default=math.inf)
-    if decision.slack_s is None:
-        assert tightest_s == math.inf
-    else:
-        assert decision.slack_s == pytest.approx(tightest_s)
-        assert decision.tightest_request_id is not None
-        assert dues[decision.tightest_request_id].mean_s == pytest.approx(tightest_s)
-    if found.is_bound:
-        assert found.num_prompt <= decision.upper_bound_tokens
-        assert found.mean_s <= tightest_s + EPS_S
-        if not found.is_probe:
-            assert found.upper_s <= min(each.upper_s for each in dues.values()) + EPS_S
+    for model in even_machines(margin):
+        found = planned(view, config, model, lengths)
+        decision = found.decision
+        dues = {
+            stream.request_id: due(
+                stream, view.now, config, found.decode_s, lengths.expected(class_name(stream))
+            )
+            for stream in found.streams
+        }
+        tightest_s = min((each.mean_s for each in dues.values()), default=math.inf)
+        if decision.slack_s is None:
+            assert tightest_s == math.inf
+        else:
+            assert decision.slack_s == pytest.approx(tightest_s)
+            assert decision.tightest_request_id is not None
+            assert dues[decision.tightest_request_id].mean_s == pytest.approx(tightest_s)
+        if found.is_bound:
+            assert found.num_prompt <= decision.upper_bound_tokens
+            assert found.mean_s <= tightest_s + EPS_S
+            if not found.is_probe:
+                assert found.upper_s <= min(each.upper_s for each in dues.values()) + EPS_S
 
 
 @PROPERTY
 @given(
     view=views(is_live=True),
     config=pace_configs,
-    even=even_models,
+    margin=margins,
     jumping=jumping_models,
     lengths=output_lengths(),
 )
 def test_a_step_with_prompts_keeps_the_gap_limit_of_every_stream(
     view: EngineView,
     config: PolicyConfig,
-    even: LinearCostModel,
+    margin: float,
     jumping: JumpingModel,
     lengths: OutputLengths,
 ) -> None:
     # Where prompts have steps of their own, too: what streams have banked is no gap.
-    for each in (even, jumping):
+    for each in (*even_machines(margin), jumping):
         found = planned(view, config, each, lengths)
         if not found.is_bound:
             assert found.num_prompt <= found.num_granted
@@ -247,7 +246,7 @@ def upper_bounds(
 @given(
     view=views(is_live=True),
     config=configs,
-    even=even_models,
+    margin=margins,
     jumping=jumping_models,
     lengths=output_lengths(),
     shares=asked,
@@ -255,12 +254,12 @@ def upper_bounds(
 def test_more_slack_never_gives_a_smaller_upper_bound(
     view: EngineView,
     config: PolicyConfig,
-    even: LinearCostModel,
+    margin: float,
     jumping: JumpingModel,
     lengths: OutputLengths,
     shares: list[float],
 ) -> None:
-    for each in (even, jumping):
+    for each in (*even_machines(margin), jumping):
         bounds = upper_bounds(view, config, each, lengths, shares)
         assert bounds == sorted(bounds)
 
@@ -274,7 +273,7 @@ def test_these_states_ask_something_of_the_law() -> None:
         view=views(is_live=True),
         config=pace_configs,
         any_config=configs,
-        even=even_models,
+        margin=margins,
         jumping=jumping_models,
         lengths=output_lengths(),
         shares=asked,
@@ -283,12 +282,13 @@ def test_these_states_ask_something_of_the_law() -> None:
         view: EngineView,
         config: PolicyConfig,
         any_config: PolicyConfig,
-        even: LinearCostModel,
+        margin: float,
         jumping: JumpingModel,
         lengths: OutputLengths,
         shares: list[float],
     ) -> None:
-        for machine, each in (("even", even), ("jumping", jumping)):
+        slow, fast = even_machines(margin)
+        for machine, each in (("slow", slow), ("fast", fast), ("jumping", jumping)):
             found = planned(view, config, each, lengths)
             seen[machine] += found.is_bound
             seen[f"{machine}, paced"] += found.is_bound and found.decision.slack_s is not None
