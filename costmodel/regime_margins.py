@@ -13,10 +13,8 @@ from costmodel.features import Regime
 from costmodel.fields import read_mapping
 from costmodel.margin import PRIOR_MARGIN, ConformalMargin, prior_scale
 
-# A regime with as many scores lends its margin to those with fewer.
-_LENDING_SCORES: Final = 50
-# A part of mixed steps with as many speaks for itself, once those are known.
-_SPEAKING_SCORES: Final = 50
+# A regime with as many scores speaks for itself, and lends its margin to those with fewer.
+_ENOUGH_SCORES: Final = 50
 _REGIMES: Final = tuple(Regime)
 
 
@@ -25,9 +23,9 @@ class RegimeMargins:
 
     The bound of a mixed step is never below that of its parts (see `envelope`): a part that is wide
     for want of data would widen the mixed steps with it. Where those are known (50 scores) a part
-    with fewer than 100 has their margin, as it is or as it would be without steering, whichever is
-    more: steering goes down to nothing where a part's bound holds mixed steps anyhow. The part's
-    own margin is steered by what it would have covered itself.
+    with fewer has the margin that their scores ask for, as it would be without steering: that goes
+    down to nothing where the other part's bound holds mixed steps anyhow. The part's own margin is
+    steered by what it would have covered itself.
     """
 
     def __init__(self, margin: float = PRIOR_MARGIN) -> None:
@@ -69,19 +67,19 @@ class RegimeMargins:
 
     def _is_told(self, regime: Regime) -> bool:
         return (
-            self._margins[regime].num_scores < _SPEAKING_SCORES
+            self._margins[regime].num_scores < _ENOUGH_SCORES
             and regime is not Regime.MIXED
-            and self._margins[Regime.MIXED].num_scores >= _LENDING_SCORES
+            and self._margins[Regime.MIXED].num_scores >= _ENOUGH_SCORES
         )
 
     def _share(self) -> None:
         if self._has_borrowers:
-            known = [m.margin for m in self._margins.values() if m.num_scores >= _LENDING_SCORES]
+            known = [m.margin for m in self._margins.values() if m.num_scores >= _ENOUGH_SCORES]
             self._has_borrowers = len(known) < len(self._margins)
             if known:
                 lent = min(PRIOR_MARGIN * prior_scale(self.coverage), max(known))
                 for margin in self._margins.values():
-                    if margin.num_scores < _LENDING_SCORES:
+                    if margin.num_scores < _ENOUGH_SCORES:
                         margin.borrow(lent)
         for regime, margin in self._margins.items():
             if self._is_told(regime):
