@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.policy.facts import class_name, live_promise
@@ -268,7 +268,9 @@ def test_these_states_ask_something_of_the_law() -> None:
     # A property that has hardly ever anything to say would hold whatever a planner did.
     seen: Counter[str] = Counter()
 
-    @PROPERTY
+    # Which states are drawn shifts with the literals of every module that is loaded: so many of
+    # them that the least count stays far from the threshold.
+    @settings(PROPERTY, max_examples=200)
     @given(
         view=views(is_live=True),
         config=pace_configs,
