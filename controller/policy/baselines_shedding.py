@@ -15,7 +15,7 @@ from controller.policy.facts import RunningTable
 from controller.policy.judging import Judged
 from controller.policy.lengths import OutputLengths
 from controller.policy.pacing import Pacing
-from controller.policy.planner import Budget, SloPlanner
+from controller.policy.planner import Budget, Fit, SloPlanner
 from controller.policy.seating import Seated
 from controller.policy.settings import PolicyConfig
 from costmodel.base import CostModel
@@ -71,7 +71,7 @@ class SheddingPlanner(SloPlanner):
         seated: Seated,
         decodes: DecodeLoad,
         pacing: Pacing,
-        within: int,
+        fit: Fit,
         room: int,
     ) -> Budget:
         num_tokens = min(room, seated.load.num_tokens)

@@ -15,6 +15,7 @@ from controller.policy.admission import screen
 from controller.policy.alternating import jumps
 from controller.policy.budget import (
     DecodeLoad,
+    LatencyCurve,
     balance_tokens,
     explored_tokens,
     latency_curve,
@@ -58,6 +59,13 @@ class Budget(NamedTuple):
     lower: int
     upper: int
     binding: str
+
+
+class Fit(NamedTuple):
+    """The prompt tokens that fit beside the decodes: by the upper bound, a probe's by the mean."""
+
+    num_tokens: int
+    is_probe: bool
 
 
 class SloPlanner:
@@ -139,15 +147,9 @@ class SloPlanner:
                 self._cost_model,
                 expected,
             )
-            within = self._within(judged, load, pacing)
-            is_probe = False
-            if within == 0 and not judged.own_tokens and view.step_no % config.probe_period == 0:
-                within = probed_tokens(judged.curve, pacing.limit_s, view.block_size)
-                is_probe = within > 0
-            seated = seat(view, judged, ledger, intake, running, within, room, config)
-            budget = self._choose(view, judged, seated, load, pacing, within, room)
-            if is_probe and budget.num_tokens > 0:
-                budget = budget._replace(binding="explore")
+            fit = self._fit(view, judged, load, pacing)
+            seated = seat(view, judged, ledger, intake, running, fit.num_tokens, room, config)
+            budget = self._choose(view, judged, seated, load, pacing, fit, room)
             starting = [
                 StepWork(request.request_id, _kind(request), num, request.num_computed_tokens)
                 for request, num in zip(
@@ -176,6 +178,14 @@ class SloPlanner:
         return pace_decodes(
             view.now, running, num_expected, self._config, self._cost_model, num_least=num_least
         )
+
+    def _fit(self, view: EngineView, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> Fit:
+        """N⁺ over the head of the queue; where it is 0, now and then what the mean allows."""
+        within = self._within(judged, decodes, pacing)
+        if within or judged.own_tokens or view.step_no % self._config.probe_period:
+            return Fit(within, False)
+        probed = probed_tokens(judged.curve, pacing.limit_s, view.block_size)
+        return Fit(probed, probed > 0)
 
     def _within(self, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> int:
         """N⁺ over the head of the queue."""
@@ -272,37 +282,50 @@ class SloPlanner:
         seated: Seated,
         decodes: DecodeLoad,
         pacing: Pacing,
-        within: int,
+        fit: Fit,
         room: int,
     ) -> Budget:
         """Choose N between N⁻ and N⁺ over the seated work, and name what bound it."""
-        config, lower = self._config, judged.lower_tokens
+        lower = judged.lower_tokens
         most = min(room, seated.load.num_tokens)
         if most == 0:
-            is_held_up = within > 0 and room > 0
+            is_held_up = fit.num_tokens > 0 and room > 0
             if is_held_up and seated.is_short_of_blocks:
                 return Budget(0, lower, 0, "kv_blocks")
-            if room > 0 and (within == 0 or seated.is_outpaced):
+            if room > 0 and (fit.num_tokens == 0 or seated.is_outpaced):
                 return self._held_by_streams(lower, pacing)
             return Budget(0, lower, 0, "token_budget")
-        head = seated.load
-        curve = judged.curve
+        head, curve = seated.load, judged.curve
         if not head.begins(judged.head):
             curve = latency_curve(self._cost_model, decodes, head, curve.tokens)
-            within = self._within(judged._replace(head=head, curve=curve), decodes, pacing)
-        upper = min(most, within)
+            fit = self._fit(view, judged._replace(head=head, curve=curve), decodes, pacing)
+        upper = 0 if fit.is_probe and seated.is_turn else min(most, fit.num_tokens)
         if upper == 0:
             # Nothing fits. Without streams to protect a block is computed all the same; with
-            # streams only who is due by age gets one, in its turn.
+            # streams only who is due by age gets one, in its turn: a whole one, not a probe.
             if decodes.num_requests > 0 and not seated.is_turn:
                 return self._held_by_streams(lower, pacing)
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
-        remaining, left_s = judged.work(view.now)
-        backlog = int(remaining.sum())
+        budget = self._choose_within(view, judged, seated, curve, pacing, upper, room)
+        return budget._replace(binding="explore") if fit.is_probe and budget.num_tokens else budget
+
+    def _choose_within(
+        self,
+        view: EngineView,
+        judged: Judged,
+        seated: Seated,
+        curve: LatencyCurve,
+        pacing: Pacing,
+        upper: int,
+        room: int,
+    ) -> Budget:
+        """Choose N where N⁺ is `upper`, which is not 0."""
+        config, lower, head = self._config, judged.lower_tokens, seated.load
         if judged.own_tokens:
             # What was banked for is taken as a whole.
             return Budget(upper, lower, upper, "decode_slack")
+        remaining, left_s = judged.work(view.now)
         wanted = wanted_tokens(
             judged.unhurried,
             curve,
@@ -314,7 +337,7 @@ class SloPlanner:
             is_paced=pacing.is_paced,
         )
         # Only the whole backlog can be looked ahead of: who is left out will want the next step.
-        is_all = seated.load.num_tokens == backlog
+        is_all = head.num_tokens == int(remaining.sum())
         shared = wanted
         if is_all and not jumps(curve):
             shared = max(lower, balance_tokens(wanted, head))
@@ -337,7 +360,7 @@ class SloPlanner:
             binding = "ttft_demand" if wanted == lower else "idle"
         elif upper == room:
             binding = "token_budget"
-        elif upper == seated.load.num_tokens:
+        elif upper == head.num_tokens:
             binding = "kv_blocks" if seated.is_short_of_blocks else "idle"
         else:
             binding = "gap_limit" if pacing.is_gap_limited else "decode_slack"

@@ -301,23 +301,6 @@ def test_what_is_seated_instead_of_the_head_of_the_queue_is_predicted_for_itself
     assert why(step).binding_constraint == "decode_slack"
 
 
-def test_a_margin_that_forbids_mixed_steps_is_probed_now_and_then() -> None:
-    doubtful = SloPlanner(PLAIN, LinearCostModel(margin=9.0), OutputLengths())
-    stream = decode("d", slo=Slo(tpot_s=0.6))
-
-    def step(step_no: int, planner: SloPlanner = doubtful) -> tuple[int, str]:
-        view = view_of(running=[stream], waiting=[waiting("w", 100)], step_no=step_no)
-        made = CheckedPlanner(planner).plan(view)
-        return made.num_prefill_tokens, why(made).binding_constraint
-
-    # The mean leaves room for a chunk, the upper bound for none: evidence comes in small bites.
-    assert step(7) == (0, "decode_slack")
-    assert step(8) == (16, "explore")
-    # What the mean forbids is not tried.
-    hopeless = SloPlanner(PLAIN, LinearCostModel(floor_s=0.7), OutputLengths())
-    assert step(8, hopeless) == (0, "decode_slack")
-
-
 def test_prompts_take_their_time_until_a_backlog_has_formed() -> None:
     def tokens(num_prompts: int, **changes: Any) -> int:
         # Each prompt is 0.2 s of tokens, aimed at 0.76 s after its arrival.
