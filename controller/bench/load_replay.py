@@ -6,8 +6,9 @@ servers are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from controller.bench.load_history import (
@@ -16,23 +17,24 @@ from controller.bench.load_history import (
     fit_machine,
     machine_over_time,
 )
-from controller.bench.load_measures import EVERYBODY, Outcome
+from controller.bench.load_measures import EVERYBODY
 from controller.bench.load_rounds import LoadResult, LoadSession
-from controller.policy.policies import make_planner
 from controller.simulation.hardware import HardwareError, HardwareProfile
 from controller.simulation.measures import Percentiles
-from controller.simulation.run import (
-    PlannerParts,
-    SimulationConfig,
-    SimulationError,
-    simulate,
-)
+from controller.simulation.run import SimulationConfig, SimulationError, simulate
 from costmodel.features import Regime, StepFeatures
-from engine.ports import EngineView, Planner
-from engine.step import StepPlan, WorkKind
+from engine.request import Request
+from engine.step import StepReport
 
 GOAL_POINTS: Final = 5.0
 """Percentage points by which simulated and real attainment may differ."""
+
+NUM_DRAWS: Final = 8
+"""Simulations of each run, with other noise each time: where a machine stalls for seconds now and
+then, one of them tells little."""
+
+_DRAWS: Final = range(NUM_DRAWS)
+_SEED_APART: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ class Agreement:
 
     `real` is what the client saw, `recorded` what the server's own telemetry says (None where it
     holds no such request), `simulated` what the simulator makes of the same arrivals on a machine
-    of steady speed, `simulated_over_time` on one as fast as the real one was at each time: shares
-    of offered requests.
+    of steady speed (the mean of `NUM_DRAWS` draws of its noise; `simulated_low` and
+    `simulated_high` are the least and the greatest), `simulated_over_time` on one as fast as the
+    real one was at each time: shares of offered requests.
     """
 
     key: str
@@ -54,6 +57,8 @@ class Agreement:
     recorded: float | None
     simulated: float
     simulated_over_time: float
+    simulated_low: float
+    simulated_high: float
 
     @property
     def points(self) -> float:
@@ -66,6 +71,11 @@ class Agreement:
         return round(abs(self.simulated - self.real) * self.num_offered)
 
     @property
+    def is_within_draws(self) -> bool:
+        """Whether the real run is one that the machine's noise may have made."""
+        return self.simulated_low <= self.real <= self.simulated_high
+
+    @property
     def is_close(self) -> bool:
         """Whether they agree within `GOAL_POINTS`."""
         return abs(self.points) <= GOAL_POINTS
@@ -73,7 +83,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How long steps of one regime took, in seconds: real ones and simulated ones."""
+    """How long steps of one regime took, in seconds: real ones and simulated ones, noise included.
+
+    The simulated ones are those of all draws; they are counted per draw.
+    """
 
     key: str
     rate: float
@@ -97,6 +110,7 @@ class Replayed:
         return tuple(each for each in self.agreements if not each.is_close)
 
 
+_Draws = tuple[Mapping[int, bool], ...]
 HistorySource = Callable[[LoadResult], ServerHistory]
 ReplayListener = Callable[[str, int, int], None]
 
@@ -142,11 +156,11 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A real run and its simulations."""
+    """A real run and its simulations, one per draw of the noise."""
 
     result: LoadResult
-    kept: Mapping[int, bool]
-    kept_over_time: Mapping[int, bool]
+    kept: _Draws
+    kept_over_time: _Draws
     recorded: tuple[tuple[str, bool], ...]
     real_steps: tuple[tuple[Regime, float], ...]
     simulated_steps: tuple[tuple[Regime, float], ...]
@@ -156,74 +170,61 @@ def _simulated(
     session: LoadSession, result: LoadResult, history: ServerHistory, machine: HardwareProfile
 ) -> _Pair:
     workload = session.terms.workload(result.round_no, result.rate)
-    config = SimulationConfig(
-        engine=history.engine,
-        classes=tuple(session.calibration.classes(session.terms.traffic.classes).values()),
-        seed=session.terms.seed + result.round_no,
-        # As the service does: its model learns from every step and is refitted to a window of them.
-        learner="refitted",
-        planner=history.settings.planner,
-        max_tokens=None,
-    )
     # Whoever would have been cut off in the real run has not been served here either.
     cut_at = workload.duration_s + session.terms.drain_s
+    classes = tuple(session.calibration.classes(session.terms.traffic.classes).values())
+    taken = _StepTimesTaken()
 
-    def kept_on(hardware: HardwareProfile, watched: _WatchedPlanners) -> dict[int, bool]:
-        simulation = simulate(workload, watched.make, hardware, config, policy_name=result.key)
-        return {
-            each.index: each.is_kept and each.ended_at <= cut_at for each in simulation.requests
-        }
+    def kept_on(hardware: HardwareProfile, *listeners: _StepTimesTaken) -> _Draws:
+        draws = []
+        for draw in _DRAWS:
+            config = SimulationConfig(
+                engine=history.engine,
+                classes=classes,
+                seed=session.terms.seed + result.round_no + _SEED_APART * draw,
+                # As the service does: its model learns from every step and is refitted to a window.
+                learner="refitted",
+                planner=history.settings.planner,
+                max_tokens=None,
+            )
+            simulation = simulate(
+                workload,
+                history.policy,
+                hardware,
+                config,
+                policy_name=result.key,
+                listeners=listeners,
+            )
+            draws.append(
+                {
+                    each.index: each.is_kept and each.ended_at <= cut_at
+                    for each in simulation.requests
+                }
+            )
+        return tuple(draws)
 
     span = range(result.started_ms, result.ended_ms + 1)
     steps = [step for step in history.steps if step.at_ms in span]
-    steady = _WatchedPlanners(history.policy, machine)
-    timed = machine_over_time(machine, steps, result.started_ms)
     return _Pair(
         result,
-        kept_on(machine, steady),
-        kept_on(timed, _WatchedPlanners(history.policy, timed)),
+        kept_on(machine, taken),
+        kept_on(machine_over_time(machine, steps, result.started_ms)),
         tuple((name, is_kept) for at, name, is_kept in history.verdicts if at in span),
         tuple((step.features.regime, step.duration_s) for step in steps),
-        tuple(steady.steps),
+        tuple(taken.steps),
     )
 
 
-class _WatchedPlanners:
-    """Makes the planner called `policy` and notes what each planned step takes without noise."""
+class _StepTimesTaken:
+    """Hears what kind of work each simulated step held, and the seconds that it took."""
 
-    def __init__(self, policy: str, machine: HardwareProfile) -> None:
-        self._policy = policy
-        self._machine = machine
+    def __init__(self) -> None:
         self.steps: list[tuple[Regime, float]] = []
 
-    def make(self, parts: PlannerParts) -> Planner:
-        """Return the planner, watched."""
-        self._planner = make_planner(
-            self._policy,
-            parts.cost_model,
-            parts.output_lengths,
-            parts.config,
-            demand=parts.demand,
-        )
-        return self
-
-    def plan(self, view: EngineView) -> StepPlan:
-        """Return the planner's plan."""
-        plan = self._planner.plan(view)
-        if plan.work:
-            known = {
-                each.request_id: each.num_known_tokens
-                for group in (view.waiting, view.running, view.preempted)
-                for each in group
-            }
-            num_ends = sum(
-                work.kind is WorkKind.PREFILL
-                and work.num_computed_tokens + work.num_tokens == known[work.request_id]
-                for work in plan.work
-            )
-            features = StepFeatures.of(plan.work, num_ends)
-            self.steps.append((features.regime, self._machine.seconds(features)))
-        return plan
+    def on_step(self, report: StepReport, requests: Mapping[str, Request]) -> None:
+        """Take one step's report."""
+        if report.is_executed:
+            self.steps.append((StepFeatures.of(report.plan.work).regime, report.duration_s))
 
 
 def _agreements(pairs: list[_Pair]) -> list[Agreement]:
@@ -235,27 +236,33 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
         def is_of(slo_class: str, name: str = name) -> bool:
             return name in (EVERYBODY, slo_class)
 
-        real: list[tuple[Outcome, bool, bool]] = [
-            (each, pair.kept[each.index], pair.kept_over_time[each.index])
-            for pair in pairs
-            for each in pair.result.outcomes
-            if is_of(each.slo_class)
+        own = [
+            (pair, each) for pair in pairs for each in pair.result.outcomes if is_of(each.slo_class)
         ]
-        recorded = [kept for pair in pairs for own, kept in pair.recorded if is_of(own)]
+        # A draw is one of every round: so are its misses those of all rounds.
+        simulated = [_share(pair.kept[i][each.index] for pair, each in own) for i in _DRAWS]
+        timed = [_share(pair.kept_over_time[i][each.index] for pair, each in own) for i in _DRAWS]
+        recorded = [kept for pair in pairs for name, kept in pair.recorded if is_of(name)]
         found.append(
             Agreement(
                 key=first.key,
                 label=first.label,
                 rate=first.rate,
                 slo_class=name,
-                num_offered=len(real),
-                real=sum(each.is_kept for each, *_ in real) / len(real),
-                recorded=sum(recorded) / len(recorded) if recorded else None,
-                simulated=sum(steady for _, steady, _ in real) / len(real),
-                simulated_over_time=sum(timed for *_, timed in real) / len(real),
+                num_offered=len(own),
+                real=_share(each.is_kept for _, each in own),
+                recorded=_share(recorded) if recorded else None,
+                simulated=statistics.fmean(simulated),
+                simulated_over_time=statistics.fmean(timed),
+                simulated_low=min(simulated),
+                simulated_high=max(simulated),
             )
         )
     return found
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return statistics.fmean(flags)
 
 
 def _step_times(pairs: list[_Pair]) -> list[StepTimes]:
@@ -266,8 +273,13 @@ def _step_times(pairs: list[_Pair]) -> list[StepTimes]:
             first.rate,
             regime,
             Percentiles.of(s for pair in pairs for r, s in pair.real_steps if r is regime),
-            Percentiles.of(s for pair in pairs for r, s in pair.simulated_steps if r is regime),
+            _per_draw(s for pair in pairs for r, s in pair.simulated_steps if r is regime),
         )
         for regime in Regime
     ]
     return [each for each in times if each.real_s is not None or each.simulated_s is not None]
+
+
+def _per_draw(seconds: Iterable[float]) -> Percentiles | None:
+    found = Percentiles.of(seconds)
+    return None if found is None else replace(found, num=round(found.num / NUM_DRAWS))

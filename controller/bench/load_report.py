@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from controller.bench.load_replay import GOAL_POINTS, Replayed, StepTimes
+from controller.bench.load_replay import GOAL_POINTS, Agreement, Replayed, StepTimes
 from controller.bench.load_rounds import LoadSession
 from controller.bench.load_rows import (
     ClassRow,
@@ -149,10 +149,10 @@ def render_agreement(replayed: Replayed) -> Table:
             str(each.num_offered),
             f"{100 * each.real:.1f}",
             NOTHING if each.recorded is None else f"{100 * each.recorded:.1f}",
-            f"{100 * each.simulated:.1f}",
+            f"{100 * each.simulated:.1f}{_range(each)}",
             f"{100 * each.simulated_over_time:.1f}",
             f"{each.points:+.1f}",
-            "agrees" if each.is_close else f"MISS by {each.num_apart} of {each.num_offered}",
+            _verdict(each),
         )
     return table
 
@@ -201,7 +201,12 @@ def _replayed_json(replayed: Replayed) -> dict[str, Any]:
     return {
         "goal_points": GOAL_POINTS,
         "agreements": [
-            {**asdict(each), "points": each.points, "is_close": each.is_close}
+            {
+                **asdict(each),
+                "points": each.points,
+                "is_close": each.is_close,
+                "is_within_draws": each.is_within_draws,
+            }
             for each in replayed.agreements
         ],
         "step_times": [asdict(each) for each in replayed.step_times],
@@ -245,6 +250,19 @@ def _refusal_line(row: LoadRow, group: ClassRow) -> str:
         f"{row.label} at {row.rate:.2f}/s refused {sum(group.refusals.values())} of"
         f" {group.num_offered} {group.name}: {reasons}{after}"
     )
+
+
+def _verdict(agreement: Agreement) -> str:
+    if agreement.is_close:
+        return "agrees"
+    verdict = f"MISS by {agreement.num_apart} of {agreement.num_offered}"
+    return f"{verdict}, within the draws" if agreement.is_within_draws else verdict
+
+
+def _range(agreement: Agreement) -> str:
+    """Return the least and the greatest draw in percent, where they differ."""
+    low, high = agreement.simulated_low, agreement.simulated_high
+    return "" if low == high else f" ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _times_line(times: StepTimes) -> str:

@@ -7,7 +7,7 @@ simulated runner and clock. Must not hold a scheduling decision of its own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -154,16 +154,24 @@ def simulate(
     progress: Progress | None = None,
     *,
     policy_name: str | None = None,
+    listeners: Sequence[StepListener] = (),
 ) -> SimulationResult:
     """Run the workload to its end and return what became of every request.
 
-    `policy` is a name (ValueError if there is none) or what makes a planner. ValueError names an
-    unknown class of the workload. SimulationError if a policy finds nothing to do for requests that
-    wait.
+    `policy` is a name (ValueError if there is none) or what makes a planner; `listeners` hear of
+    every step. ValueError names an unknown class of the workload. SimulationError if a policy finds
+    nothing to do for requests that wait.
     """
     whole = Stretch(0, 0, workload.num_requests)
     return simulate_stretch(
-        workload, whole, policy, hardware, config, progress, policy_name=policy_name
+        workload,
+        whole,
+        policy,
+        hardware,
+        config,
+        progress,
+        policy_name=policy_name,
+        listeners=listeners,
     )[0]
 
 
@@ -176,6 +184,7 @@ def simulate_stretch(
     progress: Progress | None = None,
     *,
     policy_name: str | None = None,
+    listeners: Sequence[StepListener] = (),
 ) -> tuple[SimulationResult, array[float]]:
     """Do as `simulate` does with a stretch of the workload; also return the real seconds of every
     call of the planner.
@@ -221,7 +230,7 @@ def simulate_stretch(
         BlockPool(engine.num_blocks, engine.block_size),
         engine,
         clock,
-        (PromiseKeeper(), *teachers, recorder),
+        (PromiseKeeper(), *teachers, recorder, *listeners),
     )
     _drive(loop, clock, workload, stretch, population, recorder, progress)
     quality = model.quality()
