@@ -89,9 +89,9 @@ class StepDecision:
 
     Budgets are prompt tokens except `token_budget`, which counts all tokens of the step.
     `lower_bound_tokens` is N⁻ (what the TTFT deadlines demand), `upper_bound_tokens` N⁺ (what the
-    decodes' slack allows). `slack_s` is the tightest decode's `next_due - now`, negative = late,
-    None without a decode that has a deadline. Predictions are seconds, None for a planner without a
-    cost model.
+    decodes' slack allows, by the mean alone where that is probed). `slack_s` is the tightest
+    decode's `next_due - now`, negative = late, None without a decode that has a deadline.
+    Predictions are seconds, None for a planner without a cost model.
     """
 
     policy: str

@@ -30,8 +30,8 @@ GOAL_POINTS: Final = 5.0
 """Percentage points by which simulated and real attainment may differ."""
 
 NUM_DRAWS: Final = 8
-"""Simulations of each run, with other noise each time: where a machine stalls for seconds now and
-then, one of them tells little."""
+"""Simulations of each run on each machine, with other noise each time: where a machine stalls for
+seconds now and then, one of them tells little."""
 
 _DRAWS: Final = range(NUM_DRAWS)
 _SEED_APART: Final = 10_000
@@ -45,7 +45,7 @@ class Agreement:
     holds no such request), `simulated` what the simulator makes of the same arrivals on a machine
     of steady speed (the mean of `NUM_DRAWS` draws of its noise; `simulated_low` and
     `simulated_high` are the least and the greatest), `simulated_over_time` on one as fast as the
-    real one was at each time: shares of offered requests.
+    real one was at each time (the mean of as many): shares of offered requests.
     """
 
     key: str
@@ -239,7 +239,7 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
         own = [
             (pair, each) for pair in pairs for each in pair.result.outcomes if is_of(each.slo_class)
         ]
-        # A draw is one of every round: so are its misses those of all rounds.
+        # Draw i of the pooled rounds is draw i of each: counted together, as the real ones are.
         simulated = [_share(pair.kept[i][each.index] for pair, each in own) for i in _DRAWS]
         timed = [_share(pair.kept_over_time[i][each.index] for pair, each in own) for i in _DRAWS]
         recorded = [kept for pair in pairs for name, kept in pair.recorded if is_of(name)]
@@ -282,4 +282,4 @@ def _step_times(pairs: list[_Pair]) -> list[StepTimes]:
 
 def _per_draw(seconds: Iterable[float]) -> Percentiles | None:
     found = Percentiles.of(seconds)
-    return None if found is None else replace(found, num=round(found.num / NUM_DRAWS))
+    return None if found is None else replace(found, num=max(1, round(found.num / NUM_DRAWS)))

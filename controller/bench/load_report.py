@@ -261,8 +261,9 @@ def _verdict(agreement: Agreement) -> str:
 
 def _range(agreement: Agreement) -> str:
     """Return the least and the greatest draw in percent, where they differ."""
-    low, high = agreement.simulated_low, agreement.simulated_high
-    return "" if low == high else f" ({100 * low:.0f}–{100 * high:.0f})"
+    ends = (agreement.simulated_low, agreement.simulated_high)
+    low, high = (f"{100 * each:.0f}" for each in ends)
+    return "" if low == high else f" ({low}–{high})"
 
 
 def _times_line(times: StepTimes) -> str:

@@ -180,7 +180,7 @@ class SloPlanner:
         )
 
     def _fit(self, view: EngineView, judged: Judged, decodes: DecodeLoad, pacing: Pacing) -> Fit:
-        """N⁺ over the head of the queue; where it is 0, now and then what the mean allows."""
+        """N⁺ over the judged head; where it is 0, now and then what the mean allows."""
         within = self._within(judged, decodes, pacing)
         if within or judged.own_tokens or view.step_no % self._config.probe_period:
             return Fit(within, False)
@@ -308,7 +308,7 @@ class SloPlanner:
             quota = min(most, view.block_size, int(head.amounts[0]))
             return Budget(quota, lower, 0, "min_quota")
         budget = self._choose_within(view, judged, seated, curve, pacing, upper, room)
-        return budget._replace(binding="explore") if fit.is_probe and budget.num_tokens else budget
+        return budget._replace(binding="explore") if fit.is_probe else budget
 
     def _choose_within(
         self,

@@ -7,10 +7,13 @@ from dataclasses import replace
 from controller.policy.lengths import OutputLengths
 from controller.policy.planner import PolicyConfig, SloPlanner
 from controller.policy.slo import Slo
+from costmodel.base import LatencyEstimate
+from costmodel.features import FloatArray
 from engine.ports import RequestView
 from engine.step import StepDecision
 from tests.controller.policy.checking import CheckedPlanner
 from tests.controller.policy.doubles import (
+    JumpingModel,
     LinearCostModel,
     decode,
     running,
@@ -19,6 +22,7 @@ from tests.controller.policy.doubles import (
 )
 
 PLAIN = PolicyConfig(exploration=0.0, pace=1.0, upper_pace=1.0, probe_period=8, turn_period=8)
+STEERED = PolicyConfig(exploration=0.0, upper_pace=1.0)
 # 0.1 s and 1 ms per token; beside a context of 1,000 tokens 11 ms, beside one of 60,000 0.6 s. The
 # upper bound is tenfold, so that not one token fits by it.
 DOUBTFUL = LinearCostModel((0.001, 0.01, 0.0, 1e-5, 0.0), 0.1, margin=9.0)
@@ -31,13 +35,14 @@ def plan(
     model: LinearCostModel = DOUBTFUL,
     num_free: int = 64,
     config: PolicyConfig = PLAIN,
+    stream: RequestView = STREAM,
 ) -> tuple[list[tuple[str, int]], StepDecision]:
     """Return who computes how many prompt tokens beside the stream, and why."""
     held = [prompt for prompt in prompts if prompt.num_computed_tokens]
     view = view_of(
         now=100.0,
         step_no=step_no,
-        running=[STREAM, *held],
+        running=[stream, *held],
         waiting=[prompt for prompt in prompts if not prompt.num_computed_tokens],
         num_free=num_free,
     )
@@ -88,3 +93,26 @@ def test_a_turn_within_a_probed_step_is_told_for_what_it_is() -> None:
     # Without it the stream has a say.
     work, decision = plan(8, short, config=replace(PLAIN, max_wait_s=200.0))
     assert (work, decision.binding_constraint) == ([("due", 4)], "explore")
+
+
+class DoubtfulJump(JumpingModel):
+    """30 ms; 70 ms with prompts, a fifth more by the upper bound."""
+
+    def predict(self, features: FloatArray) -> LatencyEstimate:
+        mean_s = super().predict(features).mean_s
+        return LatencyEstimate(mean_s, 1.2 * mean_s)
+
+
+def test_where_streams_bank_for_prompts_nothing_is_probed() -> None:
+    # The mean of a step with prompts fits the pace, its upper bound takes alternating; and of the
+    # stream's mean nothing is in hand for that yet.
+    behind = decode("stream", slo=Slo(tpot_s=0.078), num_output=2, last_at=100.0)
+    behind.first_token_at = 99.9
+    prompt = waiting("prompt", 800, at=99.9, slo=Slo(ttft_s=5.0))
+    for step_no in (7, 8):
+        work, decision = plan(step_no, prompt, model=DoubtfulJump(), config=STEERED, stream=behind)
+        assert (work, decision.binding_constraint) == ([], "decode_slack")
+    # What is in hand is spent as a whole.
+    behind.first_token_at = 99.96
+    ahead = plan(8, prompt, model=DoubtfulJump(), config=STEERED, stream=behind, num_free=500)
+    assert (ahead[0], ahead[1].binding_constraint) == ([("prompt", 512)], "decode_slack")
