@@ -6,11 +6,13 @@ Owns options and output of this command. Must not measure, and must not import t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,6 +126,9 @@ def load(
     vocab_size: Annotated[
         int, typer.Option(min=256, help="Prompt ids stay below this.")
     ] = DEFAULT_VOCAB_SIZE,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep each server's database in this new folder.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write everything measured as JSON.")] = None,
 ) -> None:
     """Mixed classes arrive whatever becomes of the answers: who keeps more promises?"""
@@ -135,6 +140,17 @@ def load(
         else _numbers(rates, "--rates")
     )
     out_folder_exists(out)
+    words = tuple(serve_option or ())
+    if simulate and any(word.split("=")[0] == "--db" for word in words):
+        raise typer.BadParameter(
+            "--simulate reads the database that each server has of its own: leave --db out, and"
+            " keep them with --keep FOLDER",
+            param_hint="--serve-option",
+        )
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise typer.BadParameter(
+            f"{keep} is there already: name a folder that is new or empty", param_hint="--keep"
+        )
     keys = list(dict.fromkeys(policy or DEFAULT_POLICIES))
     try:
         for key in keys:
@@ -175,10 +191,8 @@ def load(
             out.write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     clock = MonotonicClock()
-    with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
-        servers = StartedServers(
-            serve, traffic.classes, Path(folder), clock, tuple(serve_option or ()), ready_timeout
-        )
+    with _folder(keep) as folder:
+        servers = StartedServers(serve, traffic.classes, folder, clock, words, ready_timeout)
         try:
             session = asyncio.run(_measure(servers, plan, clock, write))
         except (ServerError, SpikeError, LoadError) as exc:
@@ -186,6 +200,8 @@ def load(
             raise typer.Exit(1) from exc
         replayed = _replay(session, servers) if simulate else None
     _print(session, replayed, serve)
+    if keep is not None:
+        typer.echo(f"{len(list(keep.glob('*.db')))} databases are kept in {keep}", err=True)
     write(session, replayed)
     if any(result.violations for result in session.results):
         raise typer.Exit(1)
@@ -219,6 +235,20 @@ class _Plan:
             vocab_size=self.vocab_size,
             max_step_ratio=self.max_step_ratio,
         )
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Make the folder for the servers' databases: `keep`, or one that goes when all is done."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
+            yield Path(folder)
+        return
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise typer.BadParameter(f"{keep}: {exc.strerror}", param_hint="--keep") from exc
+    yield keep
 
 
 def _numbers(text: str, hint: str) -> tuple[float, ...]:

@@ -50,6 +50,9 @@ def invoke(
     async def measure(servers: Any, plan: Any, clock: Any, on_turn: Any) -> LoadSession:
         await asyncio.sleep(0)
         plans.append(plan)
+        for round_no in range(plan.num_rounds):
+            for key in plan.keys:
+                servers.database(round_no, key).touch()
         session = measured(plan, *found)
         on_turn(session)
         return session
@@ -106,6 +109,35 @@ def test_what_cannot_be_simulated_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 0
     assert "Simulated against real, the same arrivals" in output
     assert "not simulated: slo at 2.00/s, round 1: the telemetry is gone" in output
+
+
+def test_databases_are_kept_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders: list[Path] = []
+
+    def read(self: StartedServers, result: LoadResult) -> ServerHistory:
+        folders.append(self.folder)
+        assert self.database(result.round_no, result.key).exists()
+        raise ReplayError("enough")
+
+    monkeypatch.setattr(StartedServers, "history_of", read)
+    words = ["--rates", "1", "--policy", "slo", "--policy", "whole", "--rounds", "2", "--simulate"]
+    kept = tmp_path / "some" / "runs"
+    code, output, _ = invoke(monkeypatch, [*words, "--keep", str(kept)])
+    assert code == 0
+    assert {path.name for path in kept.iterdir()} == {
+        "round-0-slo.db", "round-0-whole.db", "round-1-slo.db", "round-1-whole.db",
+    }  # fmt: skip
+    assert f"4 databases are kept in {kept}" in output
+    # Not over those of another measurement.
+    code, output, plans = invoke(monkeypatch, [*words, "--keep", str(kept)])
+    assert (code, plans) == (2, [])
+    # Without it nothing stays.
+    code, output, _ = invoke(monkeypatch, words)
+    assert code == 0
+    assert "kept in" not in output
+    assert not folders[-1].exists()
 
 
 def test_a_load_that_cannot_be_made_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,14 @@ def test_servers_know_the_classes_and_keep_a_database_per_turn(tmp_path: Path) -
         (["--arrivals", "gamma"], "arrivals must be poisson, gamma:CV² or square:SECONDS"),
         (["--trace", "/nonexistent/trace.csv"], "/nonexistent/trace.csv"),
         (["--out", "/nonexistent/folder/load.json"], "is not a directory"),
+        (
+            ["--simulate", "--serve-option", "--db=sqlite:///run.db"],
+            "leave --db out, and keep them with --keep FOLDER",
+        ),
+        (["--simulate", "--serve-option=--db", "--serve-option=x"], "leave --db out"),
+        (["--keep", "/dev"], "/dev is there already: name a folder that is new or empty"),
+        (["--keep", "/dev/null"], "/dev/null is there already"),
+        (["--rates", "1", "--keep", "/dev/null/runs"], "/dev/null/runs: Not a directory"),
     ],
 )
 def test_wrong_usage_exits_with_2(options: list[str], words: str) -> None:
