@@ -78,6 +78,7 @@ class Service:
         run_id: str,
         on_abort: Callable[[tuple[Request, ...]], None],
         on_failure: Callable[[str], None],
+        settle_in: Callable[[], None] = lambda: None,
         stuck_after_s: float = 120.0,
         last_step_s: float = _LAST_STEP_S,
     ) -> None:
@@ -90,6 +91,8 @@ class Service:
         self._run_id = run_id
         self._on_abort = on_abort
         self._on_failure = on_failure
+        self._settle_in = settle_in
+        self._is_settled = threading.Event()
         self._stuck_after_s = stuck_after_s
         self._last_step_s = last_step_s
         self._numbers = itertools.count(1)
@@ -141,9 +144,10 @@ class Service:
         return self._clock.now()
 
     def start(self) -> None:
-        """Start the loop's thread."""
+        """Start the loop's thread, and return once it has done what `settle_in` wants of it."""
         self._thread = threading.Thread(target=self._run, name="paceline-loop", daemon=True)
         self._thread.start()
+        self._is_settled.wait()
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Hand a request to the loop and return its stream; never blocks.
@@ -230,6 +234,10 @@ class Service:
     def _run(self) -> None:
         failure: str | None = None
         try:
+            try:
+                self._settle_in()
+            finally:
+                self._is_settled.set()
             while True:
                 # Cleared before the flags are read: whoever sets one wakes the thread afterwards.
                 self._wake.clear()

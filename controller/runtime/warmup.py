@@ -181,6 +181,18 @@ def time_swap(runner: ModelRunner, config: EngineConfig, clock: Clock) -> float 
     return max(0.0, copies_s) / (2 * num_blocks)
 
 
+def settle_in(runner: ModelRunner, block_size: int) -> None:
+    """Execute the smallest step on the calling thread, before the pool holds anything.
+
+    What a thread's first execution sets up (its pool of OpenMP threads, a device's handles) no
+    request should wait for: on two cores its first token came 20 ms late.
+    """
+    plan, requests = _plan_of(SweepShape(1, 0, 0, 0), block_size)
+    runner.execute(plan, requests)
+    for request_id in requests:
+        runner.forget(request_id)
+
+
 def _plan_of(shape: SweepShape, block_size: int) -> tuple[StepPlan, Mapping[str, Request]]:
     """Make requests in the middle of their life whose next step has this shape."""
     requests: dict[str, Request] = {}

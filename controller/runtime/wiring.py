@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from controller.runtime.snapshots import SnapshotKeeper, Start, start_model
 from controller.runtime.streams import StreamHub
 from controller.runtime.tally import Tally
 from controller.runtime.tuned_for import TunedFor
-from controller.runtime.warmup import run_sweep, sweep_shapes, time_swap
+from controller.runtime.warmup import run_sweep, settle_in, sweep_shapes, time_swap
 from costmodel.prior import Sample, SweepShape
 from costmodel.refitted import RefittedLeastSquares
 from costmodel.snapshot import SnapshotKey
@@ -194,6 +195,7 @@ def build_runtime(
         run_id=run.run_id,
         on_abort=record_endings,
         on_failure=feed.tell_failure,
+        settle_in=partial(_settle_in, settings, engine),
         stuck_after_s=settings.stuck_after_s,
     )
     writer.start()
@@ -335,6 +337,12 @@ def _start_model(
             ) from error
 
     return start_model(reader, key, shapes, time_steps)
+
+
+def _settle_in(settings: Settings, engine: LoadedEngine) -> None:
+    """What the loop's thread does before its first step."""
+    if settings.is_warmup_enabled:
+        settle_in(engine.runner, engine.block_size)
 
 
 def _count(shapes: Sequence[SweepShape], progress: Progress) -> Iterator[SweepShape]:

@@ -124,7 +124,7 @@ class SwitchPlanner:
 
 
 @contextmanager
-def running_service() -> Iterator[Rig]:
+def running_service(settle_in: Callable[[], None] = lambda: None) -> Iterator[Rig]:
     """Yield a started service; it is stopped afterwards, whatever the test left held."""
     clock = VirtualClock(50.0)
     runner, planner, hub, tally = GatedRunner(clock), SwitchPlanner(), StreamHub(), Tally()
@@ -155,6 +155,7 @@ def running_service() -> Iterator[Rig]:
         run_id="run",
         on_abort=feed.record_endings,
         on_failure=feed.tell_failure,
+        settle_in=settle_in,
     )
     service.start()
     yield Rig(service, runner, clock, pool, planner, tally, lengths, model, records)

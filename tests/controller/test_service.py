@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,20 @@ def test_a_stream_tells_a_life_in_order(rig: Rig) -> None:
     assert (end.ttft_s, end.tpot_s, end.queue_s) == (0.5, 0.25, 0.0)
     assert (end.is_ttft_met, end.is_tpot_met, end.is_e2e_met) == (True, True, None)
     assert len([event for event in events if isinstance(event, FinishedEvent)]) == 1
+
+
+def test_the_loops_thread_settles_in_before_the_service_has_started() -> None:
+    settled: list[str] = []
+    with running_service(lambda: settled.append(threading.current_thread().name)) as rig:
+        # At once, not with the first request, and where the steps will be.
+        assert settled == ["paceline-loop"]
+        assert rig.service.health().is_ready
+        asyncio.run(collect_one(rig))
+    assert settled == ["paceline-loop"]
+
+
+async def collect_one(rig: Rig) -> list[Any]:
+    return await collect(rig.service.submit(rig.ask()))
 
 
 def test_own_targets_go_over_the_class_field_by_field(rig: Rig) -> None:

@@ -86,6 +86,23 @@ def test_a_lost_device_ends_everybody_running_waiting_and_new(rig: Rig, where: s
     assert "the context is gone" in answer.text
 
 
+def test_a_thread_that_cannot_settle_in_keeps_nobody_waiting() -> None:
+    def fail() -> None:
+        raise DeviceLostError("the context is gone")
+
+    async def ask(rig: Rig) -> Any:
+        return (await collect(rig.service.submit(rig.ask())))[-1]
+
+    with running_service(fail) as rig:
+        end = asyncio.run(ask(rig))
+        assert (end.reason, end.failure) == (
+            FinishReason.ERROR,
+            "DeviceLostError: the context is gone",
+        )
+        health = rig.service.health()
+        assert (health.is_live, health.is_ready) == (False, False)
+
+
 def test_a_request_that_arrives_during_the_abort_is_ended_once(rig: Rig) -> None:
     ended: list[Request] = []
     late: list[Any] = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from controller.policy.on_time import predict_alone
-from controller.runtime.warmup import run_sweep, sweep_shapes, time_swap
+from controller.runtime.warmup import run_sweep, settle_in, sweep_shapes, time_swap
 from costmodel.features import StepFeatures
 from costmodel.prior import SweepShape, fit_prior
 from costmodel.synthetic import ACCELERATOR, TWO_CORES, SyntheticDevice
@@ -103,6 +103,16 @@ def test_the_sweep_runs_what_its_features_say() -> None:
     assert chunk.num_context_tokens == requests[chunk.request_id].num_prompt_tokens - 1
     blocks = [block for request in requests.values() for block in request.block_table]
     assert len(blocks) == len(set(blocks))
+
+
+def test_a_thread_settles_in_with_one_small_step_that_nobody_remembers() -> None:
+    runner = RecordingRunner()
+    settle_in(runner, 16)
+    ((plan, requests),) = runner.plans
+    assert StepFeatures.of(plan.work)[:2] == (1.0, 0.0)
+    (request,) = requests.values()
+    assert request.block_table == [0]
+    assert runner.forgotten == [request.request_id]
 
 
 class DeviceRunner(CopyingRunner):
