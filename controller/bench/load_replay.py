@@ -6,9 +6,9 @@ servers are gone.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Final
 
 from controller.bench.load_history import (
@@ -33,7 +33,6 @@ NUM_DRAWS: Final = 8
 """Simulations of each run on each machine, with other noise each time: where a machine stalls for
 seconds now and then, one of them tells little."""
 
-_DRAWS: Final = range(NUM_DRAWS)
 _SEED_APART: Final = 10_000
 
 
@@ -172,26 +171,25 @@ def _simulated(
     workload = session.terms.workload(result.round_no, result.rate)
     # Whoever would have been cut off in the real run has not been served here either.
     cut_at = workload.duration_s + session.terms.drain_s
-    classes = tuple(session.calibration.classes(session.terms.traffic.classes).values())
+    config = SimulationConfig(
+        engine=history.engine,
+        classes=tuple(session.calibration.classes(session.terms.traffic.classes).values()),
+        seed=session.terms.seed + result.round_no,
+        # As the service does: its model learns from every step and is refitted to a window of them.
+        learner="refitted",
+        planner=history.settings.planner,
+        max_tokens=None,
+    )
     taken = _StepTimesTaken()
 
     def kept_on(hardware: HardwareProfile, *listeners: _StepTimesTaken) -> _Draws:
         draws = []
-        for draw in _DRAWS:
-            config = SimulationConfig(
-                engine=history.engine,
-                classes=classes,
-                seed=session.terms.seed + result.round_no + _SEED_APART * draw,
-                # As the service does: its model learns from every step and is refitted to a window.
-                learner="refitted",
-                planner=history.settings.planner,
-                max_tokens=None,
-            )
+        for draw in range(NUM_DRAWS):
             simulation = simulate(
                 workload,
                 history.policy,
                 hardware,
-                config,
+                replace(config, seed=config.seed + _SEED_APART * draw),
                 policy_name=result.key,
                 listeners=listeners,
             )
@@ -240,8 +238,13 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
             (pair, each) for pair in pairs for each in pair.result.outcomes if is_of(each.slo_class)
         ]
         # Draw i of the pooled rounds is draw i of each: counted together, as the real ones are.
-        simulated = [_share(pair.kept[i][each.index] for pair, each in own) for i in _DRAWS]
-        timed = [_share(pair.kept_over_time[i][each.index] for pair, each in own) for i in _DRAWS]
+        simulated = [
+            fmean(pair.kept[i][each.index] for pair, each in own) for i in range(NUM_DRAWS)
+        ]
+        timed = [
+            fmean(pair.kept_over_time[i][each.index] for pair, each in own)
+            for i in range(NUM_DRAWS)
+        ]
         recorded = [kept for pair in pairs for name, kept in pair.recorded if is_of(name)]
         found.append(
             Agreement(
@@ -250,19 +253,15 @@ def _agreements(pairs: list[_Pair]) -> list[Agreement]:
                 rate=first.rate,
                 slo_class=name,
                 num_offered=len(own),
-                real=_share(each.is_kept for _, each in own),
-                recorded=_share(recorded) if recorded else None,
-                simulated=statistics.fmean(simulated),
-                simulated_over_time=statistics.fmean(timed),
+                real=fmean(each.is_kept for _, each in own),
+                recorded=fmean(recorded) if recorded else None,
+                simulated=fmean(simulated),
+                simulated_over_time=fmean(timed),
                 simulated_low=min(simulated),
                 simulated_high=max(simulated),
             )
         )
     return found
-
-
-def _share(flags: Iterable[bool]) -> float:
-    return statistics.fmean(flags)
 
 
 def _step_times(pairs: list[_Pair]) -> list[StepTimes]:
